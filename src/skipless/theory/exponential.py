@@ -1,0 +1,147 @@
+"""E-SPA in closed form: attention that carries Σ(γ) to Σ(γ'), at any length, without cancellation.
+
+With q = e^{−γ}, Δ = γ−γ' ≥ 0, λ = a(γ')/a(γ) and E_ij = e^{−γ'(i−j)} for i ≥ j, Theorem 3 of He et al. 2023 is
+
+    A = L(γ') L(γ)⁻¹ = λ [ (1−e^{−Δ}) E + e^{−Δ} I + (1/λ−1) E e₀e₀ᵀ ],
+
+three non-negative terms: a moving average, a self-connection and a boost of location 0. Locations are 0-based.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.signal import lfilter
+
+from skipless.theory.feasibility import check_decay_rate
+
+# e^{−40} is 4e-18, below float64's resolution of 1: after 40/γ locations every sequence below has converged.
+_CONVERGED = 40.0
+
+
+@dataclass(frozen=True)
+class ExponentialStep:
+    """The four scalars of one E-SPA block, each accurate to rounding however small the step.
+
+    gap is 1−e^{−Δ} and excess is 1/λ−1: both vanish with the step, so they are never formed by subtraction.
+    """
+
+    gamma_in: float
+    gamma_out: float
+    gap: float
+    excess: float
+
+    @classmethod
+    def between(cls, gamma_in: float, gamma_out: float) -> "ExponentialStep":
+        """The step from any γ_in (∞ allowed) down to γ_out < γ_in."""
+        check_decay_rate("gamma_in", gamma_in)
+        check_decay_rate("gamma_out", gamma_out)
+        if gamma_out > gamma_in:
+            raise ValueError(
+                f"gamma_out={gamma_out} exceeds gamma_in={gamma_in}; decay rates must fall with depth for attention "
+                f"to be non-negative (Thm 2): use gamma_out < {gamma_in}"
+            )
+        if gamma_out == gamma_in:
+            raise ValueError(
+                f"gamma_in and gamma_out are both {gamma_in}; attention is then the identity, which a softmax reaches "
+                f"only by saturating: use gamma_out < {gamma_in}, or ValueSkipInit for identity attention"
+            )
+        delta = gamma_in - gamma_out
+        lam = np.sqrt(np.expm1(-2.0 * gamma_out) / np.expm1(-2.0 * gamma_in))
+        lost = np.exp(-2.0 * gamma_out) * np.expm1(-2.0 * delta) / np.expm1(-2.0 * gamma_in)  # 1−λ²
+        return cls(gamma_in, gamma_out, float(-np.expm1(-delta)), float(lost / (lam * (1.0 + lam))))
+
+    @property
+    def lam(self) -> float:
+        """λ = a(γ')/a(γ), the diagonal of A from location 1 on. App. C, App. F."""
+        return 1.0 / (1.0 + self.excess)
+
+    @property
+    def log_gap(self) -> float:
+        """log(1−e^{−Δ}): the bias of every earlier location relative to one's own, at distance 0."""
+        return float(np.log(self.gap))
+
+    @property
+    def log_first_gap(self) -> float:
+        """log(1−e^{−Δ} + 1/λ−1): the same for location 0, which stands for all that came before it."""
+        return float(np.log(self.gap + self.excess))
+
+
+def mean_diagonal(gamma: float, repeat_rate: float, length: int) -> np.ndarray:
+    """D̄ = diag(L Σ̄_0 Lᵀ), Σ̄_0 = (1−r)I + r11ᵀ: the mean squared norm per location. App. B.
+
+    D̄_n = 1 + r (m_n−1)(m_n+1), where m = L1, m_n = 1 + (M−1)(1−e^{−γn}), M² = coth(γ/2).
+    """
+    n = np.arange(length, dtype=np.float64)
+    if repeat_rate == 0.0 or np.isinf(gamma):
+        return np.ones(length)
+    rise = _rise(gamma) * -np.expm1(-gamma * n)  # m_n − 1
+    return 1.0 + repeat_rate * rise * (rise + 2.0)
+
+
+def row_sums(step: ExponentialStep, repeat_rate: float, length: int) -> np.ndarray:
+    """D, the row sums of A = D̄_out^{−½} L(γ')L(γ)⁻¹ D̄_in^{½}, by one O(T) filter of positive terms.
+
+    y_0 = 1, y_n = e^{−γ'} y_{n−1} + λ [(g_n−g_{n−1}) + (1−e^{−γ}) g_{n−1}], g = √D̄_in;  D = y / √D̄_out.
+    """
+    root_in = np.sqrt(mean_diagonal(step.gamma_in, repeat_rate, length))
+    growth = _mean_diagonal_increments(step.gamma_in, repeat_rate, length) / (root_in[1:] + root_in[:-1])
+    drive = np.ones(length)
+    drive[1:] = step.lam * (growth - np.expm1(-step.gamma_in) * root_in[:-1])
+    filtered = lfilter([1.0], [1.0, -np.exp(-step.gamma_out)], drive)
+    return filtered / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))
+
+
+def log_columns(step: ExponentialStep, repeat_rate: float, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(column, diagonal) of the bias, up to a constant per row: B_ij = −γ'(i−j) + column_j, B_ii = diagonal_i.
+
+    diagonal = ½ log D̄_in; column = diagonal + log(1−e^{−Δ}), and for location 0 its boosted counterpart.
+    """
+    diagonal = 0.5 * np.log(mean_diagonal(step.gamma_in, repeat_rate, length))
+    column = diagonal + step.log_gap
+    column[0] = diagonal[0] + step.log_first_gap
+    return column, diagonal
+
+
+def attention(step: ExponentialStep, repeat_rate: float, length: int) -> np.ndarray:
+    """The dense A = D̄_out^{−½} L(γ')L(γ)⁻¹ D̄_in^{½}: Theorem 3 with App. B's correction. An oracle, O(T²)."""
+    distance = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float64)
+    decay = np.tril(np.exp(-step.gamma_out * np.abs(distance)))
+    dense = step.gap * decay + (1.0 - step.gap) * np.eye(length)
+    dense[:, 0] += step.excess * decay[:, 0]
+    root_in, root_out = (np.sqrt(mean_diagonal(g, repeat_rate, length)) for g in (step.gamma_in, step.gamma_out))
+    return step.lam * dense * root_in[None, :] / root_out[:, None]
+
+
+def apply(step: ExponentialStep, repeat_rate: float, values: np.ndarray) -> np.ndarray:
+    """A @ values for values shaped (…, T, d) in O(T d): a first-order filter along locations, an oracle at any T.
+
+    x = √D̄_in · v;  y_0 = x_0, y_t = e^{−γ'} y_{t−1} + λ (x_t − e^{−γ} x_{t−1});  out = y / √D̄_out.
+    """
+    length = values.shape[-2]
+    scaled = values * np.sqrt(mean_diagonal(step.gamma_in, repeat_rate, length))[:, None]
+    drive = scaled.copy()
+    drive[..., 1:, :] -= np.exp(-step.gamma_in) * scaled[..., :-1, :]
+    drive[..., 1:, :] *= step.lam
+    filtered = lfilter([1.0], [1.0, -np.exp(-step.gamma_out)], drive, axis=-2)
+    return filtered / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))[:, None]
+
+
+def converged_length(step: ExponentialStep) -> int:
+    """The number of locations after which column, diagonal and row sums are constant to float64 rounding."""
+    return int(np.ceil(_CONVERGED / step.gamma_out)) + 2
+
+
+def _rise(gamma: float) -> float:
+    """M − 1 with M² − 1 = 2/(e^γ−1), so that nothing is subtracted for large γ."""
+    square = 2.0 / np.expm1(gamma)
+    return float(square / (1.0 + np.sqrt(1.0 + square)))
+
+
+def _mean_diagonal_increments(gamma: float, repeat_rate: float, length: int) -> np.ndarray:
+    """D̄_n − D̄_{n−1} = r (m_n−m_{n−1})(m_n+m_{n−1}) for n = 1 … T−1, each factor a positive closed form."""
+    if repeat_rate == 0.0 or np.isinf(gamma):
+        return np.zeros(length - 1)
+    n = np.arange(length, dtype=np.float64)
+    m = 1.0 + _rise(gamma) * -np.expm1(-gamma * n)
+    step = _rise(gamma) * np.exp(-gamma * n[:-1]) * -np.expm1(-gamma)
+    return repeat_rate * step * (m[1:] + m[:-1])
