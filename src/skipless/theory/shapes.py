@@ -1,0 +1,191 @@
+"""AttentionShape: a block's attention matrix at initialisation, kept as a few scalars and O(T) vectors.
+
+Any non-negative A is D·softmax(B) with D its row sums (Sec. 3.3). Every structured shape here has a bias of one form,
+
+    B_ij = logaddexp(column_j − slope·|i−j|, row_i)  (i ≠ j),     B_ii = diagonal_i,
+
+up to a constant per row, which the softmax forgets. `compact` hands out these parts; `dense`, `bias` and `row_scale`
+are the T×T oracles.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import logsumexp
+
+from skipless.theory import exponential, uniform
+from skipless.theory.exponential import ExponentialStep
+from skipless.theory.feasibility import check_length, check_repeat_rate
+
+
+@dataclass(frozen=True, eq=False)
+class CompactBias:
+    """The parts of B and D that an attention kernel reads, in float64.
+
+    A vector shorter than the sequence has converged: its last entry stands for every later location.
+    slope is a number, or one per head. row is None where the shape has no row term.
+    """
+
+    slope: np.ndarray
+    column: np.ndarray
+    diagonal: np.ndarray
+    row_scale: np.ndarray
+    row: np.ndarray | None = None
+
+    def at(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Unnormalised B between query and key locations, shaped (heads?, queries, keys). No mask."""
+        distance = np.abs(queries[:, None] - keys[None, :])
+        bias = take(self.column, keys) - self.slope[..., None, None] * distance
+        if self.row is not None:
+            bias = np.logaddexp(bias, take(self.row, queries)[:, None])
+        return np.where(distance == 0, take(self.diagonal, queries)[:, None], bias)
+
+
+def take(vector: np.ndarray, locations: np.ndarray) -> np.ndarray:
+    """vector[locations], the last entry standing for all beyond it."""
+    return vector[np.minimum(locations, len(vector) - 1)]
+
+
+class AttentionShape(ABC):
+    """An attention matrix A = D·P at initialisation. P has unit row sums; D rescales locations."""
+
+    causal: bool = True
+
+    @abstractmethod
+    def compact(self, length: int) -> CompactBias:
+        """The O(T) parts that reproduce A up to `length` locations."""
+
+    def bias(self, length: int) -> np.ndarray:
+        """B = log P, T×T (heads×T×T for per-head shapes); −∞ above the diagonal of a causal shape."""
+        location = np.arange(check_length(length))
+        bias = self.compact(length).at(location, location)
+        if self.causal:
+            bias = np.where(location[:, None] >= location[None, :], bias, -np.inf)
+        return bias - logsumexp(bias, axis=-1, keepdims=True)
+
+    def row_scale(self, length: int) -> np.ndarray:
+        """D, the row sums of A: one positive number per location."""
+        return take(self.compact(length).row_scale, np.arange(check_length(length)))
+
+    def dense(self, length: int) -> np.ndarray:
+        """A itself, T×T (heads×T×T for per-head shapes)."""
+        return self.row_scale(length)[:, None] * np.exp(self.bias(length))
+
+
+@dataclass(frozen=True)
+class PlainShape(AttentionShape):
+    """Standard attention with zero logits: the running average over what the mask admits."""
+
+    causal: bool = True
+
+    def compact(self, length: int) -> CompactBias:
+        one = np.zeros(1)
+        return CompactBias(np.zeros(()), one, one, np.ones(1))
+
+
+@dataclass(frozen=True)
+class AlibiShape(AttentionShape):
+    """Standard attention with ALiBi's fixed slope per head, B = −m_h|i−j|. Press et al. 2022."""
+
+    heads: int = 8
+    causal: bool = True
+
+    def compact(self, length: int) -> CompactBias:
+        one = np.zeros(1)
+        return CompactBias(alibi_slopes(self.heads), one, one, np.ones(1))
+
+
+@dataclass(frozen=True)
+class IdentityShape(AttentionShape):
+    """Every location attends to itself alone: Value-SkipInit at initialisation. Sec. 3.1.
+
+    A softmax reaches it only by saturating, so it has no compact bias; the model builds it from gains.
+    """
+
+    causal: bool = True
+
+    def compact(self, length: int) -> CompactBias:
+        raise ValueError("identity attention has no finite bias; Value-SkipInit realises it as αI + βA with α=1, β=0")
+
+    def bias(self, length: int) -> np.ndarray:
+        return np.where(np.eye(check_length(length), dtype=bool), 0.0, -np.inf)
+
+    def row_scale(self, length: int) -> np.ndarray:
+        return np.ones(check_length(length))
+
+
+@dataclass(frozen=True)
+class ExponentialShape(AttentionShape):
+    """Causal E-SPA between two decay rates, corrected for repeated tokens. Thm 3, App. B."""
+
+    step: ExponentialStep
+    repeat_rate: float = 0.0
+
+    def __post_init__(self):
+        check_repeat_rate(self.repeat_rate)
+
+    @classmethod
+    def between(cls, gamma_in: float, gamma_out: float, repeat_rate: float = 0.0) -> "ExponentialShape":
+        """The shape that carries Σ(γ_in) to Σ(γ_out); γ_in may be ∞."""
+        return cls(ExponentialStep.between(gamma_in, gamma_out), repeat_rate)
+
+    def compact(self, length: int) -> CompactBias:
+        stored = min(check_length(length), exponential.converged_length(self.step))
+        column, diagonal = exponential.log_columns(self.step, self.repeat_rate, stored)
+        scale = exponential.row_sums(self.step, self.repeat_rate, stored)
+        return CompactBias(np.array(self.step.gamma_out), column, diagonal, scale)
+
+    def dense(self, length: int) -> np.ndarray:
+        return exponential.attention(self.step, self.repeat_rate, check_length(length))
+
+
+@dataclass(frozen=True)
+class UniformShape(AttentionShape):
+    """Causal U-SPA between two uniform correlations. Thm 1."""
+
+    rho_in: float
+    rho_out: float
+
+    def __post_init__(self):
+        uniform.check_step(self.rho_in, self.rho_out)
+
+    def compact(self, length: int) -> CompactBias:
+        column, row, diagonal = uniform.factors(self.rho_in, self.rho_out, check_length(length))
+        scale = uniform.row_sums(column, row, diagonal)
+        log_row = np.log(row) if row.any() else None
+        return CompactBias(np.zeros(()), np.log(column), np.log(diagonal), scale, log_row)
+
+    def dense(self, length: int) -> np.ndarray:
+        return uniform.attention(self.rho_in, self.rho_out, check_length(length))
+
+
+@dataclass(frozen=True)
+class SymmetricUniformShape(AttentionShape):
+    """Non-causal U-SPA: A = κI + b11ᵀ, a bias on the diagonal alone. It depends on the length. App. A."""
+
+    rho_in: float
+    rho_out: float
+    causal: bool = False
+
+    def __post_init__(self):
+        uniform.check_step(self.rho_in, self.rho_out)
+
+    def compact(self, length: int) -> CompactBias:
+        kappa, spread = uniform.symmetric_factors(self.rho_in, self.rho_out, check_length(length))
+        scale = uniform.symmetric_row_sum(self.rho_in, self.rho_out, length)
+        return CompactBias(np.zeros(()), np.zeros(1), np.log1p([kappa / spread]), np.array([scale]))
+
+    def dense(self, length: int) -> np.ndarray:
+        kappa, spread = uniform.symmetric_factors(self.rho_in, self.rho_out, check_length(length))
+        return kappa * np.eye(length) + spread
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """ALiBi's slopes: 2^{−8/n}, 2^{−16/n}, … for n a power of two, else filled up from the next power's odd terms."""
+    if heads < 1:
+        raise ValueError(f"heads is {heads}; ALiBi needs at least 1 head")
+    power = 2 ** int(np.floor(np.log2(heads)))
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    extra = 2.0 ** (-4.0 * np.arange(1, 2 * power + 1, 2) / power)
+    return np.concatenate([slopes, extra])[:heads]

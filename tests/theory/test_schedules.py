@@ -1,0 +1,131 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipless.theory import feasibility, kernels, schedules
+from skipless.theory.exponential import ExponentialStep
+
+
+@pytest.mark.parametrize(
+    ("gamma_final", "depth", "golden"),
+    [(0.005, 36, 0.937977), (0.005, 32, 0.930499), (0.005, 108, 0.978883), (0.2, 36, 0.984707), (1.0, 32, 0.997730)],
+)
+def test_attention_diagonal_is_constant_over_depth(gamma_final, depth, golden):
+    lams = [step.lam for step in schedules.exponential_steps(gamma_final, depth)]
+    np.testing.assert_allclose(lams, lams[0], rtol=1e-13)
+    assert lams[0] == pytest.approx(golden, abs=5e-7)
+
+
+def test_golden_decay_rates():
+    rates = schedules.decay_rates(0.005, 36)
+    assert rates[0] == np.inf
+    assert rates[36] == pytest.approx(0.005, rel=1e-12)
+    assert rates[1] == pytest.approx(1.05930, abs=5e-6)
+    assert rates[18] == pytest.approx(0.052542, abs=5e-7)
+    assert schedules.decay_rates(0.005, 32)[1] == pytest.approx(1.00432, abs=5e-6)
+    assert kernels.innovation(0.005) == pytest.approx(0.0997505, abs=5e-8)
+
+
+@given(st.floats(1e-5, 3.0), st.sampled_from([1, 2, 36, 1000]))
+def test_rates_follow_appendix_c(gamma_final, depth):
+    """a(γ_l) = a(γ_L)^{l/L}, and rates fall."""
+    rates = schedules.decay_rates(gamma_final, depth)
+    assert (np.diff(rates) < 0).all()
+    expected = kernels.innovation(gamma_final) ** (np.arange(depth + 1) / depth)
+    np.testing.assert_allclose([kernels.innovation(g) for g in rates], expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 36, 1000])
+def test_scheduled_steps_equal_the_pairwise_formula(depth):
+    """The schedule's scalars are built without subtracting rates; where that is harmless both must agree."""
+    rates = schedules.decay_rates(0.005, depth)
+    for level, step in enumerate(schedules.exponential_steps(0.005, depth), start=1):
+        pair = ExponentialStep.between(rates[level - 1], rates[level])
+        assert (step.gamma_in, step.gamma_out) == (rates[level - 1], rates[level])
+        assert step.gap == pytest.approx(pair.gap, rel=1e-9)
+        assert step.excess == pytest.approx(pair.excess, rel=1e-9)
+
+
+@pytest.mark.parametrize(("depth", "alpha", "gamma"), [(36, 0.98, 0.2), (32, 0.9975, 1.0), (36, 0.99, 0.4)])
+def test_skip_adjusted_steps_are_equation_of_appendix_f(depth, alpha, gamma):
+    rates = schedules.decay_rates(gamma, depth)
+    for level, step in enumerate(schedules.exponential_steps(gamma, depth, alpha), start=1):
+        lam0 = kernels.innovation(rates[level]) / kernels.innovation(rates[level - 1])
+        lam = np.sqrt((lam0**2 - alpha**2) / (1 - alpha**2))
+        assert step.lam == pytest.approx(lam, rel=1e-9)
+        gamma_alpha = -0.5 * np.log1p(-((lam * kernels.innovation(rates[level - 1])) ** 2))
+        assert step.gamma_out == pytest.approx(gamma_alpha, rel=1e-9)
+        assert step.gap == pytest.approx(ExponentialStep.between(step.gamma_in, step.gamma_out).gap, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("depth", "alpha", "bound"),
+    [
+        (36, 0.98, 0.133),
+        (36, 0.99, 0.332),
+        (36, 0.995, 0.597),
+        (32, 0.98, 0.160),
+        (32, 0.99, 0.373),
+        (32, 0.995, 0.647),
+        (32, 0.9975, 0.955),
+        (32, 0.999, 1.39),
+    ],
+)
+def test_feasible_decay_rates_explain_the_papers_grids(depth, alpha, bound):
+    exact = feasibility.smallest_gamma_final(alpha, depth)
+    assert exact == pytest.approx(bound, abs=0.005)
+    assert feasibility.largest_skip_weight(exact, depth) == pytest.approx(alpha, rel=1e-12)
+    suggested = feasibility.round_up(exact)
+    assert schedules.exponential_steps(suggested, depth, alpha)[0].lam > 0
+    with pytest.raises(ValueError, match=f"use gamma_final ≥ {suggested}"):
+        schedules.exponential_steps(exact * 0.99, depth, alpha)
+
+
+@pytest.mark.parametrize(("alpha", "limit"), [(0.98, 0.572), (0.995, 0.250)])
+def test_feasible_correlations_with_skips(alpha, limit):
+    """PAPER: its own ρ_L = .8 is infeasible at its own α; the error names the largest ρ_L that works."""
+    bound = feasibility.largest_rho_final(alpha, 32, 0.008, "linear")
+    assert bound == pytest.approx(limit, abs=5e-4)
+    with pytest.raises(ValueError, match=f"use rho_final ≤ {feasibility.round_down(bound)}"):
+        schedules.uniform_steps(0.8, 32, 0.008, "linear", alpha)
+    steps = schedules.uniform_steps(feasibility.round_down(bound), 32, 0.008, "linear", alpha)
+    assert all(before < after < 1 for before, after in steps)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "geometric"])
+def test_uniform_skips_compose_to_the_schedule(schedule):
+    """α²Σ(ρ_{l−1}) + β²Σ(ρ_res) = Σ(ρ_l). Sec. 3.4."""
+    rho = schedules.correlations(0.4, 12, 0.008, schedule)
+    for level, (before, residual) in enumerate(schedules.uniform_steps(0.4, 12, 0.008, schedule, 0.9), start=1):
+        assert before == rho[level - 1]
+        assert 0.81 * before + 0.19 * residual == pytest.approx(rho[level], rel=1e-12)
+
+
+def test_geometric_schedule_loses_the_same_share_in_every_block():
+    rho = schedules.correlations(0.8, 10, 0.1, "geometric")
+    np.testing.assert_allclose((1 - rho[1:]) / (1 - rho[:-1]), (0.2 / 0.9) ** 0.1, rtol=1e-12)
+
+
+def test_rounding_helpers_stay_on_the_feasible_side():
+    assert feasibility.round_up(0.13296) > 0.13296
+    assert feasibility.round_down(0.937977) == 0.9379
+    assert feasibility.round_up(0.5) > 0.5
+    assert feasibility.round_down(0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: schedules.exponential_steps(0.0, 4), "gamma_final is 0.0"),
+        (lambda: schedules.exponential_steps(np.inf, 4), "use ValueSkipInit"),
+        (lambda: schedules.exponential_steps(0.1, 0), "depth is 0"),
+        (lambda: schedules.exponential_steps(0.1, 4, 1.0), "skip_weight is 1.0"),
+        (lambda: schedules.exponential_steps(0.1, 4, -0.2), "skip_weight is -0.2"),
+        (lambda: schedules.uniform_steps(0.005, 4, 0.008, "linear"), "use rho_final > 0.008"),
+        (lambda: schedules.correlations(0.5, 4, 0.0, "cubic"), "'linear' or 'geometric'"),
+    ],
+)
+def test_bad_values_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
