@@ -1,0 +1,156 @@
+"""The certificate: what every block does to the signal, and the first block where it is lost, if any."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+
+from skipless.theory import kernels, propagation
+from skipless.theory.propagation import KernelLayer
+
+VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing"]
+
+# Below ten locations even a healthy E-SPA kernel (γ_L = .005) has a mean cosine above .98.
+_SHORTEST = 10
+
+
+@dataclass(frozen=True)
+class Band:
+    """What counts as lost. Norms and gradients are squared and relative to 1, the value every method aims at."""
+
+    collapse_cosine: float = 0.99
+    drift: float = 4.0
+    lost_norm: float = 1e3
+    lost_gradient: float = 1e6
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """The signal after one block (block 0 is the input): diagonal of Σ, cosines, rank, and gradient gain.
+
+    The backward gain is the squared gradient norm at this point per location, for one independent unit gradient at
+    every output location.
+    """
+
+    block: int
+    diagonal_min: float
+    diagonal_mean: float
+    diagonal_max: float
+    mean_cosine: float
+    effective_rank: float
+    backward_mean: float
+    backward_max: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """preserved, drift (norms leave the band but nothing is lost), collapse, explosion or vanishing."""
+
+    kind: VerdictKind
+    block: int | None
+    text: str
+
+    @property
+    def lost(self) -> bool:
+        """Whether the signal is lost, as opposed to preserved or merely drifting."""
+        return self.kind not in ("preserved", "drift")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """One BlockReport per block, input first, and the verdict over them."""
+
+    reports: tuple[BlockReport, ...]
+    verdict: Verdict
+
+    def as_dict(self) -> dict:
+        """Plain data, ready for JSON."""
+        return asdict(self)
+
+
+def certify(
+    blocks: Sequence[KernelLayer], kernel: np.ndarray, *, normalised: bool = False, band: Band | None = None
+) -> Certificate:
+    """Propagate Σ_0 through the blocks and judge. normalised: every branch starts or ends with a norm,
+
+    so the diagonal of the stream is free to grow (as in Pre-LN) and is not judged.
+    """
+    states = propagation.forward(blocks, kernel)
+    return judge(states, propagation.backward(blocks, states), normalised=normalised, band=band)
+
+
+def judge(
+    states: Sequence[np.ndarray],
+    gains: Sequence[np.ndarray],
+    *,
+    normalised: bool = False,
+    band: Band | None = None,
+) -> Certificate:
+    """The certificate of kernels Σ_0 … Σ_L and backward gains per location, predicted or measured."""
+    if len(states[0]) < _SHORTEST:
+        raise ValueError(
+            f"the kernel has {len(states[0])} locations; a certificate needs at least {_SHORTEST}, since in shorter "
+            "sequences neighbours are similar by design"
+        )
+    reports = tuple(
+        _report(block, kernel, gain) for block, (kernel, gain) in enumerate(zip(states, gains, strict=True))
+    )
+    return Certificate(reports, _verdict(reports, normalised, band or Band()))
+
+
+def _report(block: int, kernel: np.ndarray, gain: np.ndarray) -> BlockReport:
+    diagonal = np.diagonal(kernel)
+    finite = bool(np.isfinite(kernel).all() and (diagonal > 0).all())
+    return BlockReport(
+        block=block,
+        diagonal_min=float(diagonal.min()),
+        diagonal_mean=float(diagonal.mean()),
+        diagonal_max=float(diagonal.max()),
+        mean_cosine=kernels.mean_cosine(kernel) if finite else float("nan"),
+        effective_rank=kernels.effective_rank(kernel) if finite else float("nan"),
+        backward_mean=float(gain.mean()),
+        backward_max=float(gain.max()),
+    )
+
+
+def _verdict(reports: Sequence[BlockReport], normalised: bool, band: Band) -> Verdict:
+    for report in reports[1:]:
+        loss = _loss(report, normalised, band)
+        if loss:
+            return loss
+    last = reports[-1]
+    for report in reports[1:]:
+        if not normalised and not 1 / band.drift <= report.diagonal_min <= report.diagonal_max <= band.drift:
+            return Verdict(
+                "drift",
+                report.block,
+                f"The signal survives all {last.block} blocks, but from block {report.block} on squared norms leave "
+                f"[{1 / band.drift:g}, {band.drift:g}]: the diagonal ends in "
+                f"[{last.diagonal_min:.3g}, {last.diagonal_max:.3g}]. calibration='exact' keeps it at 1.",
+            )
+    return Verdict(
+        "preserved",
+        None,
+        f"The signal survives all {last.block} blocks: mean cosine {last.mean_cosine:.3f}, "
+        f"effective rank {last.effective_rank:.1f}.",
+    )
+
+
+def _loss(report: BlockReport, normalised: bool, band: Band) -> Verdict | None:
+    """The way in which this block has lost the signal, if it has."""
+    at = f"at block {report.block}"
+    if report.mean_cosine > band.collapse_cosine:
+        text = f"Rank collapse {at}: the mean cosine between locations is {report.mean_cosine:.4f}."
+        return Verdict("collapse", report.block, text)
+    if not normalised and not report.diagonal_max < band.lost_norm:
+        return Verdict("explosion", report.block, f"Norms explode {at}: squared norm {report.diagonal_max:.3g}.")
+    if not normalised and not report.diagonal_mean > 1 / band.lost_norm:
+        return Verdict("vanishing", report.block, f"Norms vanish {at}: squared norm {report.diagonal_mean:.3g}.")
+    if not report.backward_mean < band.lost_gradient:
+        text = f"Gradients explode {at}: squared gradient norm {report.backward_mean:.3g} of the output's."
+        return Verdict("explosion", report.block, text)
+    if not report.backward_mean > 1 / band.lost_gradient:
+        text = f"Gradients vanish {at}: squared gradient norm {report.backward_mean:.3g} of the output's."
+        return Verdict("vanishing", report.block, text)
+    return None

@@ -1,0 +1,155 @@
+"""A kernel through a network: each layer beside its map of Σ forward and of the gradient's kernel backward.
+
+Forward, Σ = X Xᵀ/d. Backward, G = E[g gᵀ] over locations, g the gradient at each; both maps are exact in the wide
+limit, and attention's at any width when its weights are orthogonal (He et al. 2023, Sec. 3 and App. G).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from skipless.theory import kernels
+from skipless.theory.activations import ShapedActivation
+from skipless.theory.local_maps import derivative_kernel_map, kernel_map
+from skipless.theory.shapes import AttentionShape
+
+NormPlacement = Literal["none", "pre", "post"]
+
+
+class KernelLayer(Protocol):
+    """A layer seen by its kernels."""
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        """Σ at the output from Σ at the input."""
+        ...
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        """G at the input from G at the output, given Σ at the input."""
+        ...
+
+
+@dataclass(frozen=True)
+class Skip:
+    """Weights of x ← α·x + β·f(x): shortcut α and residual β. (0, 1) is skipless."""
+
+    shortcut: float = 0.0
+    residual: float = 1.0
+
+    @classmethod
+    def normalised(cls, weight: float) -> "Skip":
+        """α with β = √(1−α²). Sec. 3.4."""
+        return cls(weight, float(np.sqrt(1.0 - weight**2)))
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention by fixed matrices with values and outputs mixed orthogonally: the mean of A_h Σ A_hᵀ over heads."""
+
+    shape: AttentionShape
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        heads = self._heads(len(kernel))
+        return sum(a @ kernel @ a.T for a in heads) / len(heads)
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        heads = self._heads(len(kernel))
+        return sum(a.T @ gradient @ a for a in heads) / len(heads)
+
+    def _heads(self, length: int) -> np.ndarray:
+        dense = self.shape.dense(length)
+        return dense if dense.ndim == 3 else dense[None]
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A one-hidden-layer MLP, in the wide limit: σ² E[φ(u)φ(v)] forward, σ² E[φ'(u)φ'(v)] times G backward."""
+
+    activation: ShapedActivation
+    weight_gain: float = 1.0
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        return kernel_map(self.activation, kernel, self.weight_gain)
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        return gradient * derivative_kernel_map(self.activation, kernel, self.weight_gain)
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """RMSNorm: the cosine form. Backward divides by the norms; the projection it also makes is O(1/d)."""
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        return kernels.cosine(kernel)
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        scale = np.sqrt(np.diagonal(kernel))
+        return gradient / np.outer(scale, scale)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Layers one after another."""
+
+    layers: tuple[KernelLayer, ...]
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        for layer in self.layers:
+            kernel = layer.forward(kernel)
+        return kernel
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        inputs = [kernel]
+        for layer in self.layers[:-1]:
+            inputs.append(layer.forward(inputs[-1]))
+        for layer, before in zip(reversed(self.layers), reversed(inputs), strict=True):
+            gradient = layer.backward(gradient, before)
+        return gradient
+
+
+@dataclass(frozen=True)
+class Residual:
+    """α·x + β·branch(x): the cross terms vanish in the wide limit. App. F."""
+
+    branch: KernelLayer
+    skip: Skip
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        return self.skip.shortcut**2 * kernel + self.skip.residual**2 * self.branch.forward(kernel)
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        through = self.branch.backward(gradient, kernel)
+        return self.skip.shortcut**2 * gradient + self.skip.residual**2 * through
+
+
+def sub_block(layer: KernelLayer, skip: Skip, norm: NormPlacement) -> KernelLayer:
+    """One residual sub-block with its norm inside the branch ("pre"), after the sum ("post") or nowhere. Sec. 2."""
+    if norm == "pre":
+        return Residual(Chain((Normalise(), layer)), skip)
+    if norm == "post":
+        return Chain((Residual(layer, skip), Normalise()))
+    if norm == "none":
+        return Residual(layer, skip)
+    raise ValueError(f"norm is {norm!r}; it must be 'none', 'pre' or 'post'")
+
+
+def forward(blocks: Sequence[KernelLayer], kernel: np.ndarray) -> list[np.ndarray]:
+    """Σ_0, Σ_1, …, Σ_L: the input's kernel and the kernel after each block."""
+    states = [np.asarray(kernel, dtype=np.float64)]
+    for block in blocks:
+        states.append(block.forward(states[-1]))
+    return states
+
+
+def backward(blocks: Sequence[KernelLayer], states: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """diag G_0, …, diag G_L: the squared gradient norm per location before each block and after the last.
+
+    The gradient at the output is taken as one independent unit vector per location, so each entry is a gain.
+    """
+    gradient = np.eye(len(states[0]))
+    gains = [np.diagonal(gradient).copy()]
+    for block, before in zip(reversed(blocks), reversed(states[:-1]), strict=True):
+        gradient = block.backward(gradient, before)
+        gains.append(np.diagonal(gradient).copy())
+    return gains[::-1]

@@ -1,0 +1,103 @@
+import json
+
+import numpy as np
+import pytest
+
+from skipless.theory import kernels
+from skipless.theory.activations import ShapedActivation
+from skipless.theory.certificate import Band, certify
+from skipless.theory.propagation import Attend, Chain, Mlp, Skip, sub_block
+from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
+from skipless.theory.shaping import dks
+
+T = 100
+
+
+def attention_only(scheme, depth, skip=None, norm="none"):
+    skip = skip or Skip()
+    alpha = skip.shortcut if skip.shortcut < 1 else 0.0
+    return [sub_block(Attend(shape), skip, norm) for shape in scheme.shapes(depth, alpha)]
+
+
+@pytest.mark.parametrize("scheme", [StandardAttention(), StandardAttention(alibi_heads=8)])
+def test_standard_skipless_collapses_by_depth_25(scheme):
+    certificate = certify(attention_only(scheme, 36), kernels.uniform(0.02, T))
+    assert certificate.verdict.kind == "collapse"
+    assert certificate.verdict.block <= 25
+    assert certificate.reports[25].mean_cosine > 0.99
+    assert certificate.reports[certificate.verdict.block - 1].mean_cosine <= 0.99
+    assert f"block {certificate.verdict.block}" in certificate.verdict.text
+
+
+@pytest.mark.parametrize(("skip", "norm"), [(Skip(), "pre"), (Skip(1.0, 1.0), "post")])
+def test_norms_alone_do_not_help(skip, norm):
+    blocks = attention_only(StandardAttention(alibi_heads=8), 100, skip, norm)
+    verdict = certify(blocks, kernels.uniform(0.02, T), normalised=True).verdict
+    assert verdict.kind == "collapse"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "skip", "norm"),
+    [
+        (StandardAttention(alibi_heads=8), Skip(1.0, 1.0), "pre"),
+        (StandardAttention(alibi_heads=8), Skip.normalised(0.98), "pre"),
+        (UniformSPA(0.8, 0.02), Skip(), "none"),
+        (ExponentialSPA(0.005, 0.02), Skip(), "none"),
+        (ExponentialSPA(0.2, 0.02), Skip.normalised(0.98), "pre"),
+    ],
+)
+def test_healthy_networks_pass_at_depth_100(scheme, skip, norm):
+    depth = 36 if skip.shortcut == 0.98 and isinstance(scheme, ExponentialSPA) else 100
+    blocks = attention_only(scheme, depth, skip, norm)
+    certificate = certify(blocks, kernels.uniform(0.02, T), normalised=norm != "none")
+    assert certificate.verdict.kind == "preserved"
+    assert not certificate.verdict.lost
+
+
+def test_appendix_f_drifts_and_exact_does_not():
+    skip = Skip.normalised(0.98)
+    drifting = certify(attention_only(ExponentialSPA(0.2), 36, skip), np.eye(512))
+    assert drifting.reports[-1].diagonal_max == pytest.approx(11.2, abs=0.05)
+    assert drifting.verdict.kind == "drift"
+    assert "calibration='exact'" in drifting.verdict.text
+    shapes = ExponentialSPA(0.2, calibration="exact").shapes(36, 0.98, length=512)
+    exact = certify([sub_block(Attend(s), skip, "none") for s in shapes], np.eye(512))
+    assert exact.verdict.kind == "preserved"
+    assert exact.reports[-1].diagonal_max == pytest.approx(1.0, abs=1e-10)
+
+
+def test_full_vanilla_network_with_dks_keeps_its_signal():
+    """36 blocks of E-SPA and DKS-GELU: the diagonal falls to about .44 because the MLPs are ignored, no further."""
+    activation = dks("gelu", 36)
+    blocks = [Chain((Attend(s), Mlp(activation))) for s in ExponentialSPA(0.005).shapes(36)]
+    certificate = certify(blocks, np.eye(T))
+    assert not certificate.verdict.lost
+    assert certificate.reports[-1].diagonal_min == pytest.approx(0.44, abs=0.1)
+
+
+def test_vanishing_and_exploding_norms_are_named():
+    gelu = ShapedActivation("gelu")
+    shrinking = certify([Mlp(gelu)] * 30, np.eye(T))
+    assert shrinking.verdict.kind == "vanishing"
+    growing = certify([Mlp(gelu, 4.0)] * 10, np.eye(T))
+    assert growing.verdict.kind == "explosion"
+    assert growing.verdict.block < 10
+
+
+def test_gradient_limits_are_judged_too():
+    blocks = [Mlp(ShapedActivation("gelu"), 0.5)] * 3
+    verdict = certify(blocks, np.eye(T), normalised=True, band=Band(lost_gradient=10.0)).verdict
+    assert verdict.kind == "vanishing"
+    assert "Gradients" in verdict.text
+
+
+def test_a_certificate_is_plain_data():
+    certificate = certify(attention_only(ExponentialSPA(), 3), np.eye(T))
+    data = json.loads(json.dumps(certificate.as_dict()))
+    assert [r["block"] for r in data["reports"]] == [0, 1, 2, 3]
+    assert data["verdict"]["kind"] == "preserved"
+
+
+def test_too_short_a_kernel_is_refused():
+    with pytest.raises(ValueError, match="has 9 locations; a certificate needs at least 10"):
+        certify(attention_only(ExponentialSPA(), 2), np.eye(9))
