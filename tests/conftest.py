@@ -1,0 +1,35 @@
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile("skipless", deadline=None)
+hypothesis.settings.register_profile("skipless-ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("skipless-ci" if os.environ.get("CI") else "skipless")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of corpora: $SKIPLESS_DATA, or shared/data next to the repository."""
+    named = os.environ.get("SKIPLESS_DATA")
+    folder = Path(named) if named else REPOSITORY.parent / "shared" / "data"
+    if named and not folder.is_dir():
+        pytest.fail(f"SKIPLESS_DATA={named} is not a folder")
+    if not folder.is_dir():
+        pytest.skip("no corpora: set SKIPLESS_DATA to their folder")
+    return folder

@@ -1,0 +1,109 @@
+"""The shape of the package: what an import costs, which way imports point, how long a file may be."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SOURCES = sorted((REPOSITORY / "src").rglob("*.py"))
+SLOW_TO_IMPORT = {"transformers", "matplotlib", "typer", "rich", "sentencepiece"}
+VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 40
+
+relative_name = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY / "src")))
+
+
+def run_fresh(code: str) -> dict:
+    """What `code`, run in a new interpreter, leaves in `answer`, and the top-level `modules` loaded by then."""
+    wrapped = (
+        "import json, sys, time\nanswer = None\n"
+        f"{code}\n"
+        "modules = sorted({name.partition('.')[0] for name in sys.modules})\n"
+        "print('\\n' + json.dumps({'answer': answer, 'modules': modules}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("code", ["import skipless", "from skipless import ExponentialSPA"])
+def test_import_loads_nothing_slow(code: str) -> None:
+    assert not SLOW_TO_IMPORT & set(run_fresh(code)["modules"])
+
+
+def test_import_is_quick() -> None:
+    code = "import torch\nstart = time.perf_counter()\nimport skipless\nanswer = time.perf_counter() - start"
+    assert run_fresh(code)["answer"] < 3.0
+
+
+def test_every_public_name_resolves() -> None:
+    code = """
+import skipless
+for name in skipless.__all__:
+    getattr(skipless, name)
+answer = sorted(set(skipless.__all__) - set(dir(skipless)))
+"""
+    assert run_fresh(code)["answer"] == []
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import skipless
+
+    with pytest.raises(AttributeError, match="NoSuchName"):
+        _ = skipless.NoSuchName
+
+
+def test_help_does_not_import_torch() -> None:
+    code = """
+sys.argv = ["skipless", "--help"]
+from skipless.cli import main
+try:
+    main()
+except SystemExit as stop:
+    answer = stop.code or 0
+else:
+    answer = 0
+"""
+    seen = run_fresh(code)
+    assert seen["answer"] == 0
+    assert not {"torch", "scipy", "transformers", "matplotlib"} & set(seen["modules"])
+
+
+def test_layers() -> None:
+    """`lint-imports` holds: no module imports from a layer above its own (pyproject.toml)."""
+    pytest.importorskip("importlinter")
+    code = "from importlinter.cli import lint_imports_command\nlint_imports_command()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--no-cache"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 kept, 0 broken" in done.stdout
+
+
+@relative_name
+def test_file_is_short_and_well_named(path: Path) -> None:
+    assert path.name not in VAGUE_NAMES, f"{path.name} says nothing of what it holds"
+    lines = len(path.read_text().splitlines())
+    assert lines <= LONGEST_FILE, f"{path} has {lines} lines; split it by idea"
+
+
+@relative_name
+def test_functions_are_short(path: Path) -> None:
+    functions = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    lengths = {f"{path}:{f.lineno} {f.name}": f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno}
+    long = {where: lines for where, lines in lengths.items() if lines > LONGEST_FUNCTION}
+    assert not long, f"functions of more than {LONGEST_FUNCTION} lines: {long}"

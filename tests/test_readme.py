@@ -1,0 +1,45 @@
+"""Every Python block of the documents runs as written.
+
+The blocks of one document share a namespace, in order, as a reader would paste them. A block opened by
+```` ```python no-run ```` is left out.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```python[ \t]*(?P<tag>[^\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+TAGS = {"", "no-run"}
+
+
+def blocks(text: str) -> list[tuple[int, str, str]]:
+    """(number of lines before the code, tag, code) of each Python block."""
+    return [(text[: m.start("code")].count("\n"), m["tag"].strip(), m["code"]) for m in FENCE.finditer(text)]
+
+
+WITH_CODE = [path for path in DOCUMENTS if blocks(path.read_text())]
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # what a block writes stays out of the repository
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    namespace = {"__name__": "__main__"}
+    for lines_before, tag, code in blocks(path.read_text()):
+        assert tag in TAGS, f"{path.name}:{lines_before}: unknown tag {tag!r} on a Python block; known: no-run"
+        if tag == "no-run":
+            continue
+        padded = "\n" * lines_before + code  # so that a traceback points at the document's line
+        exec(compile(padded, str(path), "exec"), namespace)
+
+
+def test_the_readme_shows_code() -> None:
+    assert any(tag == "" for _, tag, _ in blocks((REPOSITORY / "README.md").read_text()))
+
+
+@pytest.mark.parametrize("command", ["./dev demo", "./dev test"])
+def test_the_readme_names_the_two_commands(command: str) -> None:
+    assert command in (REPOSITORY / "README.md").read_text()
