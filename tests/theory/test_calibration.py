@@ -56,18 +56,24 @@ def test_exact_with_an_mlp_keeps_unit_norms_through_it():
         kernel = mlp(kernel)
 
 
-@pytest.mark.parametrize("repeat_rate", [0.0, 0.008])
-def test_mlp_aware_attention_reaches_its_target_through_the_mlps(repeat_rate):
+def test_mlp_aware_attention_reaches_its_target_through_the_mlps():
     """A_l f(Σ_{l−1}) A_lᵀ = Σ_l for every block: the paper's formula with the MLP taken seriously."""
     depth, length = 36, 64
     mlp = _dks_map(depth)
-    average = kernels.uniform(repeat_rate, length)
-    kernel, rates = average, [s.step.gamma_out for s in ExponentialSPA(0.005).shapes(depth)]
-    shapes = ExponentialSPA(0.005, repeat_rate, "mlp-aware").shapes(depth, length=length, mlp=mlp)
+    kernel, rates = np.eye(length), [s.step.gamma_out for s in ExponentialSPA(0.005).shapes(depth)]
+    shapes = ExponentialSPA(0.005, calibration="mlp-aware").shapes(depth, length=length, mlp=mlp)
     for shape, gamma in zip(shapes, rates, strict=True):
         kernel = Attend(shape).forward(kernel)
-        factor = kernels.exponential_chol(gamma, length)
-        np.testing.assert_allclose(kernel, kernels.cosine(factor @ average @ factor.T), atol=1e-9)
+        np.testing.assert_allclose(kernel, kernels.exponential(gamma, length), atol=1e-9)
+        kernel = mlp(kernel)
+
+
+def test_mlp_aware_attention_keeps_unit_norms_with_repeated_tokens():
+    mlp, kernel = _dks_map(36), kernels.uniform(0.008, 64)
+    for shape in ExponentialSPA(0.005, 0.008, "mlp-aware").shapes(36, length=64, mlp=mlp):
+        assert (shape.dense(64) >= 0).all()
+        kernel = Attend(shape).forward(kernel)
+        np.testing.assert_allclose(np.diagonal(kernel), 1.0, atol=1e-9)
         kernel = mlp(kernel)
 
 
@@ -84,7 +90,7 @@ def test_mlp_aware_uniform_stays_in_closed_form():
 def test_mlp_aware_is_refused_where_attention_would_be_negative():
     """TAT and plain GELU raise cosines, which only negative attention could undo."""
     tat = tat_leaky_relu(36)
-    with pytest.raises(ValueError, match="in block .* a softmax gives none below 0"):
+    with pytest.raises(ValueError, match=r"in block .* a softmax gives none below 0"):
         ExponentialSPA(0.005, calibration="mlp-aware").shapes(36, length=64, mlp=lambda k: kernel_map(tat, k))
     gelu = ShapedActivation("gelu")
     gain = variance_gain(gelu)
@@ -96,12 +102,12 @@ def test_mlp_aware_is_refused_where_attention_would_be_negative():
     ("call", "words"),
     [
         (lambda: ExponentialSPA(calibration="fancy").shapes(4), "'paper', 'exact' or 'mlp-aware'"),
-        (lambda: ExponentialSPA(calibration="exact").shapes(4), "say up to which length"),
+        (lambda: ExponentialSPA(calibration="exact").shapes(4), "say for which length"),
         (lambda: UniformSPA(calibration="mlp-aware").shapes(4), "needs mlp="),
         (lambda: ExponentialSPA(calibration="mlp-aware").shapes(4, mlp=lambda k: k), "say for which length"),
         (
             lambda: ExponentialSPA(0.5, calibration="mlp-aware").shapes(4, 0.5, mlp=lambda k: k),
-            "no form with skips .skip_weight=0.5.: use calibration='exact'",
+            r"no form with skips .skip_weight=0.5.: use calibration='exact'",
         ),
     ],
 )

@@ -12,19 +12,29 @@ from skipless.theory.tables import DenseShape, RescaledShape, non_negative
 KernelMap = Callable[[np.ndarray], np.ndarray]
 
 
-def check_options(name: str, skip_weight: float, length: int | None, mlp: KernelMap | None) -> None:
-    """Each calibration has what it needs, and the name exists."""
+def check_name(name: str, skip_weight: float) -> None:
+    """The calibration exists, and exists for these skips."""
     if name not in ("paper", "exact", "mlp-aware"):
         raise ValueError(f"calibration is {name!r}; it must be 'paper', 'exact' or 'mlp-aware'")
-    if name == "exact" and length is None:
-        raise ValueError("calibration='exact' propagates a T×T kernel once: say up to which length")
-    if name == "mlp-aware" and mlp is None:
-        raise ValueError("calibration='mlp-aware' needs mlp=, the MLP sub-block's map of a kernel")
     if name == "mlp-aware" and skip_weight:
         raise ValueError(
             f"calibration='mlp-aware' has no form with skips (skip_weight={skip_weight}): use calibration='exact', "
             "or skip_weight=0"
         )
+
+
+def need_length(length: int | None, name: str) -> int:
+    """The length at which a T×T kernel is propagated once, which only the caller knows."""
+    if length is None:
+        raise ValueError(f"calibration={name!r} propagates a T×T kernel once: say for which length")
+    return length
+
+
+def need_mlp(mlp: KernelMap | None) -> KernelMap:
+    """The MLP sub-block's map of a kernel, which only the caller knows."""
+    if mlp is None:
+        raise ValueError("calibration='mlp-aware' needs mlp=, the MLP sub-block's map of a kernel")
+    return mlp
 
 
 def exact(
@@ -54,20 +64,20 @@ def exact(
 def mlp_aware(
     gammas: Sequence[float], repeat_rate: float, causal: bool, length: int, mlp: KernelMap
 ) -> list[AttentionShape]:
-    """A_l = L_l L̂_{l−1}⁻¹, where L̂ factors the kernel that the MLP before block l left. Sec. 3.4.
+    """A_l = L_l L̂_{l−1}⁻¹, where L̂ factors the kernel f(Σ_{l−1}) that the MLP before block l left. Sec. 3.4.
 
+    Repeated tokens are corrected as in App. B, by rows: D keeps the diagonal of the average kernel at 1.
     Departs: the paper ignores the MLP because A_l ≥ 0 is not guaranteed; here a negative entry is an error.
-    With repeated tokens L_l factors the normalised average kernel, so that r = 0 is the paper's formula.
     """
-    average = kernels.uniform(repeat_rate, length)
-    before = average
+    before, average = np.eye(length), kernels.uniform(repeat_rate, length)
     shapes: list[AttentionShape] = []
     for block, gamma in enumerate(gammas, start=1):
-        factor = kernels.exponential_chol(gamma, length)
-        target = kernels.cosine(factor @ average @ factor.T)
-        matrix = _factor_ratio(target, before, causal)
-        shapes.append(DenseShape(non_negative(matrix, f"calibration='mlp-aware' in block {block}"), causal))
-        before = mlp(target)
+        target = kernels.exponential(gamma, length)
+        matrix = non_negative(_factor_ratio(target, before, causal), f"calibration='mlp-aware' in block {block}")
+        branch = matrix @ average @ matrix.T
+        scale = 1.0 / np.sqrt(np.diagonal(branch))
+        shapes.append(DenseShape(scale[:, None] * matrix, causal))
+        before, average = mlp(target), mlp(scale[:, None] * branch * scale[None, :])
     return shapes
 
 

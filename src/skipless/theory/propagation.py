@@ -4,7 +4,7 @@ Forward, Σ = X Xᵀ/d. Backward, G = E[g gᵀ] over locations, g the gradient a
 limit, and attention's at any width when its weights are orthogonal (He et al. 2023, Sec. 3 and App. G).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -32,10 +32,14 @@ class KernelLayer(Protocol):
 
 @dataclass(frozen=True)
 class Skip:
-    """Weights of x ← α·x + β·f(x): shortcut α and residual β. (0, 1) is skipless."""
+    """Weights of x ← α·x + β·f(x): shortcut α and residual β. (0, 1) is skipless, (1, 1) the usual skip.
+
+    trainable makes β a parameter that starts here: SkipInit is Skip(1, 0, trainable=True).
+    """
 
     shortcut: float = 0.0
     residual: float = 1.0
+    trainable: bool = False
 
     @classmethod
     def normalised(cls, weight: float) -> "Skip":
@@ -134,22 +138,27 @@ def sub_block(layer: KernelLayer, skip: Skip, norm: NormPlacement) -> KernelLaye
     raise ValueError(f"norm is {norm!r}; it must be 'none', 'pre' or 'post'")
 
 
-def forward(blocks: Sequence[KernelLayer], kernel: np.ndarray) -> list[np.ndarray]:
-    """Σ_0, Σ_1, …, Σ_L: the input's kernel and the kernel after each block."""
+def forward(
+    blocks: Sequence[KernelLayer], kernel: np.ndarray, stop: Callable[[np.ndarray], bool] | None = None
+) -> list[np.ndarray]:
+    """Σ_0, Σ_1, …, Σ_L: the input's kernel and the kernel after each block, up to the first that `stop` is true of."""
     states = [np.asarray(kernel, dtype=np.float64)]
     for block in blocks:
         states.append(block.forward(states[-1]))
+        if stop is not None and stop(states[-1]):
+            break
     return states
 
 
 def backward(blocks: Sequence[KernelLayer], states: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """diag G_0, …, diag G_L: the squared gradient norm per location before each block and after the last.
+    """diag G_0, …, diag G_L: the squared gradient norm per location before each block and after the last reached.
 
     The gradient at the output is taken as one independent unit vector per location, so each entry is a gain.
     """
     gradient = np.eye(len(states[0]))
     gains = [np.diagonal(gradient).copy()]
-    for block, before in zip(reversed(blocks), reversed(states[:-1]), strict=True):
+    reached = blocks[: len(states) - 1]
+    for block, before in zip(reversed(reached), reversed(states[:-1]), strict=True):
         gradient = block.backward(gradient, before)
         gains.append(np.diagonal(gradient).copy())
     return gains[::-1]

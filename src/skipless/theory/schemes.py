@@ -78,14 +78,16 @@ class UniformSPA:
     ) -> list[AttentionShape]:
         """One shape per block. mlp maps a kernel through the MLP sub-block; length is where "exact" calibrates."""
         check_repeat_rate(self.repeat_rate)
-        calibration.check_options(self.calibration, skip_weight, length, mlp)
+        calibration.check_name(self.calibration, skip_weight)
         kind = UniformShape if causal else SymmetricUniformShape
         steps = uniform_steps(self.rho_final, depth, self.repeat_rate, self.schedule, skip_weight)
         if self.calibration == "mlp-aware":
-            steps = steps[:1] + [(calibration.uniform_after(mlp, before), after) for before, after in steps[1:]]
-        shapes = [kind(before, after) for before, after in steps]
+            through = calibration.need_mlp(mlp)
+            steps = steps[:1] + [(calibration.uniform_after(through, before), after) for before, after in steps[1:]]
+        shapes: list[AttentionShape] = [kind(before, after) for before, after in steps]
         if self.calibration == "exact":
-            return calibration.exact(shapes, self.repeat_rate, skip_weight, length, mlp)
+            limit = calibration.need_length(length, "exact")
+            return calibration.exact(shapes, self.repeat_rate, skip_weight, limit, mlp)
         return shapes
 
 
@@ -111,17 +113,17 @@ class ExponentialSPA:
     ) -> list[AttentionShape]:
         """One shape per block; with a normalised skip α, App. F's decay rates γ_{l,α}."""
         check_repeat_rate(self.repeat_rate)
-        calibration.check_options(self.calibration, skip_weight, length, mlp)
+        calibration.check_name(self.calibration, skip_weight)
         kind = ExponentialShape if causal else SymmetricExponentialShape
         steps = exponential_steps(self.gamma_final, depth, skip_weight)
         if self.calibration == "mlp-aware":
-            if length is None:
-                raise ValueError("E-SPA with calibration='mlp-aware' is a T×T table: say for which length")
-            rates = [step.gamma_out for step in steps]
-            return calibration.mlp_aware(rates, self.repeat_rate, causal, length, mlp)
-        shapes = [kind(step, self.repeat_rate) for step in steps]
+            rates, through = [step.gamma_out for step in steps], calibration.need_mlp(mlp)
+            limit = calibration.need_length(length, "mlp-aware")
+            return calibration.mlp_aware(rates, self.repeat_rate, causal, limit, through)
+        shapes: list[AttentionShape] = [kind(step, self.repeat_rate) for step in steps]
         if self.calibration == "exact":
-            return calibration.exact(shapes, self.repeat_rate, skip_weight, length, mlp)
+            limit = calibration.need_length(length, "exact")
+            return calibration.exact(shapes, self.repeat_rate, skip_weight, limit, mlp)
         return shapes
 
 

@@ -9,7 +9,7 @@ are the T×T oracles.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.special import logsumexp
@@ -50,7 +50,10 @@ def take(vector: np.ndarray, locations: np.ndarray) -> np.ndarray:
 class AttentionShape(ABC):
     """An attention matrix A = D·P at initialisation. P has unit row sums; D rescales locations."""
 
-    causal: bool = True
+    @property
+    @abstractmethod
+    def causal(self) -> bool:
+        """Whether no location attends to a later one."""
 
     @abstractmethod
     def compact(self, length: int) -> CompactBias:
@@ -121,6 +124,7 @@ class ExponentialShape(AttentionShape):
 
     step: ExponentialStep
     repeat_rate: float = 0.0
+    causal: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self):
         check_repeat_rate(self.repeat_rate)
@@ -146,6 +150,7 @@ class UniformShape(AttentionShape):
 
     rho_in: float
     rho_out: float
+    causal: bool = field(default=True, init=False, repr=False)
 
     def __post_init__(self):
         uniform.check_step(self.rho_in, self.rho_out)

@@ -72,7 +72,7 @@ class RescaledShape(AttentionShape):
     scales: np.ndarray = field(repr=False)
 
     @property
-    def causal(self) -> bool:  # ty: ignore[override]
+    def causal(self) -> bool:
         return self.base.causal
 
     def compact(self, length: int) -> CompactBias:

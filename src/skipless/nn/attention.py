@@ -1,0 +1,175 @@
+"""Multi-head attention that starts from a given AttentionShape. He et al. 2023, Sec. 3.3 and Algorithm 1."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from skipless.nn import init
+from skipless.nn.position import RelativePosition, Rotation
+from skipless.ops.attention import shaped_attention
+from skipless.ops.layout import Layout
+from skipless.ops.parts import ShapeParts
+from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape
+from skipless.theory.tables import DenseShape, RescaledShape
+
+QueryKeyInit = Literal["zero-query", "zero-key", "small", "normal"]
+
+_SHORTEST_STORED = 512
+
+
+class LayerCache(Protocol):
+    """Keys and values of one block, kept between decoding steps."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the new ones and return all, (batch, kv_heads, T_k, head_width)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where this forward's tokens stand: what attention of every block shares."""
+
+    layout: Layout | None = None
+    rotation: Rotation | None = None
+
+    def to(self, device: torch.device | str | int, **_) -> "Placement":
+        """On another device: a model spread over several calls this before each block."""
+        return Placement(
+            self.layout.to(device) if self.layout is not None else None,
+            self.rotation.to(device) if self.rotation is not None else None,
+        )
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is built, apart from its sizes."""
+
+    position: Literal["rope", "relative", "none"] = "rope"
+    bias_gain: bool = False
+    value_gain_per_head: bool = False
+    impl: str = "auto"
+
+
+class ShapedAttention(nn.Module):
+    """D·softmax(QKᵀ/√d_k + B)·V per head, then W_O; exactly A·V·W_O while QKᵀ = 0.
+
+    An IdentityShape makes it Value-SkipInit: (αI + βA)V with trainable α = 1, β = 0 and plain attention (Sec. 3.1).
+    B and D are not trained; bias_gain adds one trainable factor on B per head, starting at 1.
+    They are derived from `shape`, never saved, and stay in float32 when the module is cast.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        shape: AttentionShape,
+        kv_heads: int | None = None,
+        options: AttentionOptions | None = None,
+    ):
+        super().__init__()
+        kv_heads = kv_heads or heads
+        if width % heads or heads % kv_heads:
+            raise ValueError(
+                f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads"
+            )
+        self.options = options or AttentionOptions()
+        self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
+        self.query = nn.Linear(width, heads * self.head_width, bias=False)
+        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.output = nn.Linear(heads * self.head_width, width, bias=False)
+        self.shape = shape
+        gains = heads if self.options.value_gain_per_head else 1
+        self.value_gains = nn.Parameter(torch.ones(gains)) if isinstance(shape, IdentityShape) else None
+        self.attention_gains = nn.Parameter(torch.zeros(gains)) if isinstance(shape, IdentityShape) else None
+        self.bias_gain = nn.Parameter(torch.ones(heads)) if self.options.bias_gain else None
+        relative = self.options.position == "relative"
+        self.relative = RelativePosition(width, heads, self.head_width) if relative else None
+        self._parts: ShapeParts | None = None
+
+    def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
+        """Initialise all weights; query_key says how the query-key product starts at (or near) zero. Sec. 3.3.
+
+        "small" makes both matrices `scale` times their usual initialisation; "normal" leaves them as they are.
+        """
+        fill = init.orthogonal_ if orthogonal else init.gaussian_
+        gain = {"zero-query": (0.0, 1.0), "zero-key": (1.0, 0.0), "small": (scale, scale), "normal": (1.0, 1.0)}
+        query_gain, key_gain = gain[query_key]
+        for layer, factor in ((self.query, query_gain), (self.key, key_gain), (self.value, 1.0), (self.output, 1.0)):
+            fill(layer.weight, factor) if factor else nn.init.zeros_(layer.weight)
+        if self.value_gains is not None and self.attention_gains is not None:
+            nn.init.ones_(self.value_gains)
+            nn.init.zeros_(self.attention_gains)
+        if self.bias_gain is not None:
+            nn.init.ones_(self.bias_gain)
+        if self.relative is not None:
+            self.relative.reset_parameters()
+
+    def forward(self, x: Tensor, placement: Placement | None = None, cache: LayerCache | None = None) -> Tensor:
+        """x (batch, T, width). With a cache the T tokens follow those it holds."""
+        placement = placement or self._default_placement(x)
+        q, k, v = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
+        if placement.rotation is not None:
+            q, k = placement.rotation.rotate(q), placement.rotation.rotate(k)
+        keys, values = cache.append(k, v) if cache is not None else (k, v)
+        mixed = shaped_attention(
+            q,
+            keys,
+            values,
+            self.parts(self._extent(keys, placement), x.device, torch.promote_types(x.dtype, torch.float32)),
+            impl=self.options.impl,
+            layout=placement.layout,
+            bias_gain=self.bias_gain,
+            score_bias=self._relative_scores(q, keys, placement),
+        )
+        if self.value_gains is not None and self.attention_gains is not None:
+            own = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
+            mixed = self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
+        return self.output(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+
+    def parts(self, length: int, device: torch.device, dtype: torch.dtype) -> ShapeParts:
+        """The shape's tensors for `length` locations: kept, and rebuilt when the device, dtype or length outgrows them.
+
+        Vectors are stored at one length for all blocks, the next power of two, so that compiled blocks share a graph.
+        """
+        kept = self._parts
+        if kept is None or kept.device != device or kept.dtype != dtype or not _serves(kept, length):
+            shape = PlainShape(self.shape.causal) if isinstance(self.shape, IdentityShape) else self.shape
+            self._parts = kept = _build_parts(shape, length, device, dtype)
+        return kept
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+    def _default_placement(self, x: Tensor) -> Placement:
+        if self.options.position != "rope":
+            return Placement()
+        locations = torch.arange(x.shape[1], device=x.device)[None]
+        return Placement(rotation=Rotation.at(locations, self.head_width))
+
+    def _extent(self, keys: Tensor, placement: Placement) -> int:
+        return keys.shape[2] if placement.layout is None else placement.layout.extent or keys.shape[2]
+
+    def _relative_scores(self, q: Tensor, keys: Tensor, placement: Placement) -> Tensor | None:
+        if self.relative is None:
+            return None
+        layout = placement.layout or Layout.continuing(keys.shape[2] - q.shape[2], q.shape[2], q.device)
+        return self.relative(q, keys, layout.query_locations, layout.key_locations)
+
+
+def _serves(parts: ShapeParts, length: int) -> bool:
+    if parts.reach is None:
+        return True
+    return length == parts.reach if parts.exact_reach else length <= parts.reach
+
+
+def _build_parts(shape: AttentionShape, length: int, device: torch.device, dtype: torch.dtype) -> ShapeParts:
+    """Parts for at least `length` locations, every vector written out to one stored length."""
+    if not shape.causal or isinstance(shape, DenseShape | RescaledShape):
+        return ShapeParts.of(shape, length, device, dtype)
+    stored = max(_SHORTEST_STORED, 2 ** (length - 1).bit_length())
+    parts = ShapeParts.of(shape, stored, device, dtype)
+    vectors = {name: t for name, t in parts.tensors().items() if name != "slope" and 1 < len(t) < stored}
+    return parts.with_tensors(**{n: torch.cat([t, t[-1:].expand(stored - len(t))]) for n, t in vectors.items()})

@@ -1,0 +1,75 @@
+"""Positions inside the query-key product: rotary (default) and Transformer-XL relative. App. E.
+
+ALiBi is not here: its bias is an AttentionShape (StandardAttention(alibi_heads=…)).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from skipless.nn import init
+
+
+class Rotation:
+    """cos and sin of every location's angles, (batch or 1, 1, T, head_width/2), computed once per forward."""
+
+    def __init__(self, cos: Tensor, sin: Tensor):
+        self.cos, self.sin = cos, sin
+
+    @classmethod
+    def at(cls, locations: Tensor, head_width: int, base: float = 10_000.0) -> "Rotation":
+        """Angles location·base^{−2k/head_width}. Su et al. 2021. In float32: bfloat16 cannot count past 256."""
+        if head_width % 2:
+            raise ValueError(f"head_width is {head_width}; rotary positions need an even one: use {head_width + 1}")
+        pair = torch.arange(0, head_width, 2, device=locations.device, dtype=torch.float32)
+        angle = locations[:, None, :, None].float() * base ** (-pair / head_width)
+        return cls(angle.cos(), angle.sin())
+
+    def to(self, device: torch.device | str | int) -> "Rotation":
+        """On another device; itself where it is there already."""
+        cos = self.cos.to(device)
+        return self if cos is self.cos else Rotation(cos, self.sin.to(device))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the pairs (k, k + head_width/2) of x (batch, heads, T, head_width)."""
+        first, second = x.float().chunk(2, dim=-1) if x.dtype != torch.float64 else x.chunk(2, dim=-1)
+        turned = torch.cat([first * self.cos - second * self.sin, first * self.sin + second * self.cos], dim=-1)
+        return turned.to(x.dtype)
+
+
+class RelativePosition(nn.Module):
+    """Transformer-XL's position terms: (q_i+v)·W_KR R_{i−j} + u·k_j. Dai et al. 2019; He et al. 2023, App. E.
+
+    u = v = 0 at initialisation, so that with W_Q = 0 the whole product starts at zero.
+    """
+
+    def __init__(self, width: int, heads: int, head_width: int):
+        super().__init__()
+        self.heads, self.head_width, self.width = heads, head_width, width
+        self.key = nn.Linear(width, heads * head_width, bias=False)
+        self.content_bias = nn.Parameter(torch.zeros(heads, head_width))
+        self.position_bias = nn.Parameter(torch.zeros(heads, head_width))
+
+    def reset_parameters(self) -> None:
+        """Position keys as any other matrix; u = v = 0."""
+        init.gaussian_(self.key.weight)
+        nn.init.zeros_(self.content_bias)
+        nn.init.zeros_(self.position_bias)
+
+    def forward(self, q: Tensor, k: Tensor, query_locations: Tensor, key_locations: Tensor) -> Tensor:
+        """The scores' position terms, (batch, heads, T_q, T_k), already divided by √head_width. Dense by nature."""
+        distance = query_locations[:, :, None] - key_locations[:, None, :]
+        furthest = int(distance.abs().max())
+        table = torch.arange(-furthest, furthest + 1, device=q.device)
+        keys = self.key(self._sinusoids(table).to(q.dtype)).view(-1, self.heads, self.head_width)
+        by_distance = torch.einsum("bhid,rhd->bhir", q + self.position_bias[:, None, :].to(q.dtype), keys)
+        index = (distance + furthest)[:, None].expand(q.shape[0], self.heads, -1, -1)
+        positional = by_distance.gather(-1, index)
+        grouped = k.repeat_interleave(self.heads // k.shape[1], dim=1)
+        content = torch.einsum("hd,bhjd->bhj", self.content_bias.to(q.dtype), grouped)[:, :, None, :]
+        return (positional + content) * self.head_width**-0.5
+
+    def _sinusoids(self, distance: Tensor) -> Tensor:
+        """R_{i−j}: fixed sines and cosines of the distance, (distances, width)."""
+        half = torch.arange(0, self.width, 2, device=distance.device, dtype=torch.float32)
+        angle = distance[:, None].float() * 10_000.0 ** (-half / self.width)
+        return torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.width]

@@ -1,0 +1,176 @@
+"""DKS and TAT: from a target for the whole network to the constants of a shaped activation.
+
+Both methods ask an activation φ̂(x) = γ(φ(αx + β) + δ) to keep unit variance and to keep it stably, Q(1) = 1 and
+Q'(1) = 1, and then spend the last two degrees of freedom on the C map of the network f of `depth` nonlinearities:
+
+    DKS (Martens et al. 2021):  C(0) = 0,   and C'_f(1) = ξ: orthogonal inputs stay so, all others part slowly;
+    TAT (Zhang et al. 2022):    C'(1) = 1,  and C''_f(1) = τ (smooth φ) or C_f(0) = η (leaky ReLU).
+
+A block with normalised skips, α_s² + β_s² = 1, maps c ↦ α_s²c + β_s²C(c); α_s is `skip_weight` here, 0 without skips.
+
+Departs: the two papers bound the target over every subnetwork, the residual branch alone included; here the network
+itself meets it. The two agree without skips.
+"""
+
+import math
+
+from scipy.optimize import brentq
+
+from skipless.theory import local_maps
+from skipless.theory.activations import ShapedActivation, check_base
+from skipless.theory.branch import Branch, BranchEnd, centred, unit_slope
+
+
+def local_slope(depth: int, xi: float, skip_weight: float = 0.0) -> float:
+    """ψ = C'(1) of one activation such that the network has C'_f(1) = (α_s² + (1−α_s²)ψ)^L = ξ."""
+    _check_network(depth, skip_weight)
+    if not 1 < xi < math.inf:
+        raise ValueError(f"DKS needs xi > 1, got {xi}: at 1 the network is linear. The paper uses 5")
+    return 1 + math.expm1(math.log(xi) / depth) / (1 - skip_weight**2)
+
+
+def local_curvature(depth: int, tau: float, skip_weight: float = 0.0) -> float:
+    """κ = C''(1) of one activation such that, with C'(1) = 1, the network has C''_f(1) = L(1−α_s²)κ = τ."""
+    _check_network(depth, skip_weight)
+    if not 0 < tau < math.inf:
+        raise ValueError(f"TAT needs tau > 0, got {tau}: at 0 the network is linear. The usual value is 0.3")
+    return tau / (depth * (1 - skip_weight**2))
+
+
+def dks(base: str, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> ShapedActivation:
+    """Deep Kernel Shaping: Q(1) = 1, Q'(1) = 1, C(0) = 0, and C'(1) = ψ with C'_f(1) = `xi` (Martens et al. 2021).
+
+    `depth` counts the nonlinearities between input and output: one per transformer block. Several solutions exist; the
+    one returned lies on the branch that starts at the linear network (α → 0 as ψ → 1), with the input shift nearest 0,
+    and the positive one of a mirrored pair (tanh). On that branch β → β₀ where φ''(β₀)² + 2φ'(β₀)φ'''(β₀) = 0.
+    """
+    _check_shapeable(base)
+    excess = local_slope(depth, xi, skip_weight) - 1
+    branch = Branch(base, centred, lambda f: float(local_maps.c_slope(f)) - 1)
+    solve = _dks_leaky_relu if base == "leaky_relu" else branch.solve
+    try:
+        return solve(excess)
+    except BranchEnd as end:
+        limit = (1 + (1 - skip_weight**2) * end.strength) ** depth
+        raise ValueError(
+            f"DKS with base={base!r} cannot reach xi={xi:g} in {depth} layers with skip_weight={skip_weight:g}: its "
+            f"local slope stays below {1 + end.strength:.4f}. Take xi below {limit:.4g}, or more layers"
+        ) from end
+
+
+def tat(
+    base: str,
+    depth: int,
+    *,
+    eta: float | None = None,
+    tau: float | None = None,
+    skip_weight: float = 0.0,
+) -> ShapedActivation:
+    """Tailored Activation Transformation: Q(1) = 1, Q'(1) = 1, C'(1) = 1, and one network target (Zhang et al. 2022).
+
+    `tau` asks for C''_f(1) = τ, the paper's target for smooth activations; `eta` for C_f(0) = η, its target for leaky
+    ReLU, met here for smooth activations too through the local curvature. Give one; without either a smooth base takes
+    tau=0.3 and leaky ReLU eta=0.9. Leaky ReLU has no C''(1) and goes to `tat_leaky_relu`.
+
+    As with DKS the solution continues the linear network's, with the smallest |β|. There E[φ̂] has the sign of E[φ̂'']
+    and φ''(β₀)² + √2·φ'(β₀)φ'''(β₀) = 0. The opposite sign solves the equations too, where φ' is small and αγ large;
+    the `dks` package rejects such roots by αγ ≥ 2, for their unstable Q map.
+    """
+    _check_shapeable(base)
+    if eta is not None and tau is not None:
+        raise ValueError(f"give one target, not both eta={eta} and tau={tau}")
+    if base == "leaky_relu":
+        if tau is not None:
+            raise ValueError(f"tau={tau}: leaky ReLU has infinite C''(1), use eta (the paper: eta=0.9)")
+        return tat_leaky_relu(depth, 0.9 if eta is None else eta, skip_weight)
+    branch = Branch(base, unit_slope, lambda f: float(local_maps.c_curvature(f)))
+    if eta is not None:
+        return _tat_eta(branch, depth, eta, skip_weight)
+    tau = 0.3 if tau is None else tau
+    try:
+        return branch.solve(local_curvature(depth, tau, skip_weight))
+    except BranchEnd as end:
+        raise ValueError(
+            f"TAT with base={base!r} cannot reach tau={tau:g} in {depth} layers: take tau below "
+            f"{end.strength * depth * (1 - skip_weight**2):.4g} or more layers"
+        ) from end
+
+
+def tat_leaky_relu(depth: int, eta: float = 0.9, skip_weight: float = 0.0) -> ShapedActivation:
+    """TAT for leaky ReLU: the negative slope a with C_f(0) = `eta`, and γ = √(2/(1+a²)) (Zhang et al. 2022).
+
+    Q(q) = q for any a and C'(1) = 1, so a alone remains; C_f is the closed-form C map composed `depth` times. C_f(0)
+    falls from its largest value at ReLU (a = 0) to 0 at the identity (a = 1).
+    """
+    _check_network(depth, skip_weight)
+
+    def leaky(a: float) -> ShapedActivation:
+        return ShapedActivation("leaky_relu", output_scale=math.sqrt(2 / (1 + a**2)), negative_slope=a)
+
+    def surplus(a: float) -> float:
+        return float(local_maps.network_c_map(leaky(a), 0.0, depth, skip_weight)) - eta
+
+    largest = surplus(0.0) + eta
+    if not 0 < eta <= largest:
+        raise _eta_out_of_reach("leaky_relu", eta, depth, largest)
+    return leaky(brentq(surplus, 0.0, 1.0, xtol=1e-15))
+
+
+def _dks_leaky_relu(excess: float) -> ShapedActivation:
+    """a from C'(1) = ψ. With no input shift and δ = −E[φ], Q'(1) = 1 holds by homogeneity, and
+
+    C'(1) = E[φ'²]/Var φ = (1+a²)/((1+a²) − (1−a)²/π) = ψ   ⇔   (1−a)² = k(1+a²),  k = π(ψ−1)/ψ,
+
+    whose root in [0, 1] is a = (1−k)/(1 + √(k(2−k))). ReLU, a = 0, has the largest slope: ψ = π/(π−1).
+    """
+    k = math.pi * excess / (1 + excess)
+    if k > 1:
+        raise BranchEnd(1 / (math.pi - 1))
+    a = (1 - k) / (1 + math.sqrt(k * (2 - k)))
+    mean, second = (1 - a) / math.sqrt(2 * math.pi), (1 + a**2) / 2
+    return ShapedActivation(
+        "leaky_relu", output_shift=-mean, output_scale=1 / math.sqrt(second - mean**2), negative_slope=a
+    )
+
+
+def _tat_eta(branch: Branch, depth: int, eta: float, skip_weight: float) -> ShapedActivation:
+    """The point of the branch with C_f(0) = η, found by its local curvature κ: C_f(0) → 0 with κ and grows with it."""
+    _check_network(depth, skip_weight)
+
+    def surplus(log_kappa: float) -> float:
+        shaped = branch.solve(math.exp(log_kappa))
+        return float(local_maps.network_c_map(shaped, 0.0, depth, skip_weight)) - eta
+
+    low = high = math.log(local_curvature(depth, 0.3, skip_weight))
+    if not 0 < eta < 1:
+        raise _eta_out_of_reach(branch.base, eta, depth, 1.0)
+    try:
+        while surplus(high) < 0:
+            low, high = high, high + 0.5
+    except BranchEnd as end:
+        high = math.log(end.strength)
+        if (missing := surplus(high)) < 0:
+            raise _eta_out_of_reach(branch.base, eta, depth, eta + missing) from end
+    while surplus(low) > 0:
+        low -= 0.5
+    return branch.solve(math.exp(brentq(surplus, low, high, xtol=1e-13)))
+
+
+def _eta_out_of_reach(base: str, eta: float, depth: int, largest: float) -> ValueError:
+    return ValueError(
+        f"TAT with base={base!r} cannot reach eta={eta:g} in {depth} layers: C_f(0) lies in (0, {largest:.4g}]. "
+        "Take eta in that range, or more layers for a larger one"
+    )
+
+
+def _check_shapeable(base: str) -> None:
+    check_base(base)
+    if base in ("relu", "identity"):
+        raise ValueError(f"{base!r} has no constant left to shape: use 'leaky_relu' or a smooth activation")
+
+
+def _check_network(depth: int, skip_weight: float) -> None:
+    if depth < 1 or depth != int(depth):
+        raise ValueError(f"depth={depth} counts nonlinearities: a whole number ≥ 1")
+    if not 0 <= skip_weight < 1:
+        raise ValueError(f"skip_weight={skip_weight} must lie in [0, 1): at 1 the activation is not used")

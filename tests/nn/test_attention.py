@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from skipless.nn.attention import AttentionOptions, ShapedAttention
+from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
+
+WIDTH, HEADS, T = 32, 4, 20
+SPA = [ExponentialSPA(0.05, 0.02).shapes(6)[0], ExponentialSPA(0.05, 0.02).shapes(6)[3], UniformSPA(0.6).shapes(4)[2]]
+
+
+def build(shape, query_key="zero-query", dtype=torch.float64, kv_heads=None, **options):
+    torch.manual_seed(0)
+    module = ShapedAttention(WIDTH, HEADS, shape, kv_heads, AttentionOptions(impl="reference", **options))
+    module.reset_parameters(query_key)
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize("position", ["rope", "relative", "none"])
+@pytest.mark.parametrize("query_key", ["zero-query", "zero-key"])
+@pytest.mark.parametrize("shape", SPA, ids=["first", "middle", "uniform"])
+def test_attention_at_initialisation_is_exactly_the_shape(shape, query_key, position):
+    """W_O A V: every head attends by A, whatever the positions. Sec. 3.3, App. E. In float32 to 1e-6."""
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        module = build(shape, query_key, dtype, position=position)
+        if position == "relative" and query_key == "zero-key":
+            continue  # Transformer-XL's position keys are not zero then: the paper zeroes the query
+        x = torch.randn(2, T, WIDTH, dtype=dtype)
+        expected = module.output(torch.as_tensor(shape.dense(T), dtype=dtype) @ module.value(x))
+        torch.testing.assert_close(module(x), expected, atol=tolerance, rtol=0)
+
+
+def test_small_query_and_key_come_close():
+    shape = SPA[1]
+    module, x = build(shape, "small"), torch.randn(2, T, WIDTH).double()
+    expected = module.output(torch.as_tensor(shape.dense(T)) @ module.value(x))
+    error = (module(x) - expected).abs().max()
+    assert 0 < error < 0.1
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_value_skip_init_starts_as_the_identity_and_learns(per_head, kv_heads):
+    module = build(ValueSkipInit().shapes(1)[0], "normal", kv_heads=kv_heads, value_gain_per_head=per_head)
+    x = torch.randn(2, T, WIDTH).double()
+    values = module.value(x).unflatten(-1, (kv_heads, -1)).repeat_interleave(HEADS // kv_heads, dim=-2).flatten(-2)
+    torch.testing.assert_close(module(x), module.output(values))
+    module(x).square().sum().backward()
+    assert module.attention_gains.shape == (HEADS if per_head else 1,)
+    assert (module.attention_gains.grad != 0).all()
+    assert (module.value_gains.grad != 0).all()
+
+
+def test_queries_receive_a_gradient_although_they_start_at_zero():
+    module = build(SPA[1])
+    module(torch.randn(2, T, WIDTH).double()).square().sum().backward()
+    assert module.query.weight.grad.abs().max() > 0
+    assert module.key.weight.grad.abs().max() == 0  # it follows once the queries have moved
+
+
+def test_a_trainable_bias_gain_starts_without_effect():
+    plain, gained = build(SPA[1]), build(SPA[1], bias_gain=True)
+    gained.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.randn(2, T, WIDTH).double()
+    torch.testing.assert_close(plain(x), gained(x))
+    gained(x).square().sum().backward()
+    assert gained.bias_gain.shape == (HEADS,)
+    assert (gained.bias_gain.grad != 0).all()
+
+
+def test_shape_parts_stay_in_float32_and_out_of_the_checkpoint():
+    module = build(SPA[1], dtype=torch.bfloat16)
+    module(torch.randn(1, T, WIDTH, dtype=torch.bfloat16))
+    assert module._parts.dtype == torch.float32
+    assert set(module.state_dict()) == {f"{name}.weight" for name in ("query", "key", "value", "output")}
+
+
+def test_longer_sequences_extend_shorter_ones():
+    """Nothing depends on the training length: causal outputs at T are a prefix of those at 4T."""
+    module, x = build(SPA[1]), torch.randn(1, 1500, WIDTH).double()
+    torch.testing.assert_close(module(x)[:, :T], module(x[:, :T]))
+
+
+def test_all_blocks_store_parts_of_one_size():
+    """Compiled blocks share a graph only if their tensors have one shape."""
+    sizes = set()
+    for shape in ExponentialSPA(0.005, 0.008).shapes(36):
+        module = build(shape)
+        module(torch.randn(1, T, WIDTH).double())
+        sizes.add(tuple((name, tuple(t.shape)) for name, t in module._parts.tensors().items()))
+    assert len(sizes) == 1
+
+
+def test_heads_must_divide_width():
+    with pytest.raises(ValueError, match="width=30, heads=4"):
+        ShapedAttention(30, 4, StandardAttention().shapes(1)[0])
