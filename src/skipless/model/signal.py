@@ -1,0 +1,51 @@
+"""A configuration seen by theory: its attention shapes, its kernel layers, its certificate."""
+
+import numpy as np
+
+from skipless.model.config import ModelConfig
+from skipless.theory import kernels
+from skipless.theory.certificate import Certificate, certify
+from skipless.theory.local_maps import variance_gain
+from skipless.theory.propagation import Attend, Chain, KernelLayer, Mlp, Skip, sub_block
+from skipless.theory.schemes import ExponentialSPA, UniformSPA
+from skipless.theory.shapes import AttentionShape
+
+
+def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
+    """One AttentionShape per block: the one place where depth meets the scheme."""
+    skip = config.attention_skip
+    scheme = config.scheme
+    if not isinstance(scheme, ExponentialSPA | UniformSPA):
+        return scheme.shapes(config.depth, causal=config.causal)
+    if scheme.calibration == "paper":
+        return scheme.shapes(config.depth, skip.shortcut, config.causal)
+    mlp = mlp_layer(config)
+    through = mlp.forward if mlp is not None else None
+    return scheme.shapes(config.depth, skip.shortcut, config.causal, length=config.length, mlp=through)
+
+
+def mlp_gain(config: ModelConfig) -> float:
+    """σ of the matrix behind the activation: 1 for DKS and TAT by construction, else what keeps q: 1 → 1. App. H."""
+    return variance_gain(config.shaped_activation)
+
+
+def mlp_layer(config: ModelConfig) -> KernelLayer | None:
+    """The MLP sub-block's kernel map, or None in attention-only models."""
+    if not config.hidden:
+        return None
+    return sub_block(Mlp(config.shaped_activation, mlp_gain(config)), config.mlp_skip, config.norm)
+
+
+def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:
+    """The network as kernel maps, one per block."""
+    skip = Skip(config.attention_skip.shortcut, config.attention_skip.residual)
+    mlp = mlp_layer(config)
+    attention = [sub_block(Attend(shape), skip, config.norm) for shape in attention_shapes(config)]
+    return [block if mlp is None else Chain((block, mlp)) for block in attention]
+
+
+def certificate(config: ModelConfig, kernel: np.ndarray | None = None, length: int = 100) -> Certificate:
+    """What the configuration does to a signal at initialisation: by default to the average kernel of its tokens."""
+    if kernel is None:
+        kernel = kernels.uniform(getattr(config.scheme, "repeat_rate", 0.0), length)
+    return certify(kernel_blocks(config), kernel, normalised=config.norm != "none")

@@ -1,0 +1,132 @@
+"""The transformer: embedding, blocks, unembedding. The only module that resolves depth."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from skipless.model import signal
+from skipless.model.config import ModelConfig
+from skipless.nn import init
+from skipless.nn.attention import AttentionOptions, LayerCache, Placement, ShapedAttention
+from skipless.nn.block import Block
+from skipless.nn.mlp import MLP
+from skipless.nn.position import Rotation
+from skipless.ops.layout import Layout
+from skipless.theory.shapes import AttentionShape
+
+
+class Transformer(nn.Module):
+    """Decoder-only language model (head "lm"), or an encoder with a token or pooled head. Sec. 2, App. H.
+
+    tokens (batch, T) of integers → logits (batch, T, vocab_size); (batch, T, classes) for a token head and
+    (batch, classes) for a pooled one. Packed or padded batches come with a Layout.
+
+    recompute, where set, runs each block as recompute(block, *arguments): activation checkpointing, by
+    functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False).
+    """
+
+    def __init__(self, config: ModelConfig, *, impl: str = "auto"):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        options = AttentionOptions(
+            position=config.position,
+            bias_gain=config.bias_gain,
+            value_gain_per_head=getattr(config.scheme, "per_head", False),
+            impl=impl,
+        )
+        self.blocks = nn.ModuleList(_block(config, shape, options) for shape in signal.attention_shapes(config))
+        self.norm = nn.RMSNorm(config.width, eps=1e-6) if config.norm == "pre" else nn.Identity()
+        self.head = nn.Linear(config.width, config.classes) if config.head != "lm" else None
+        self.embedding_scale = math.sqrt(config.width) if config.scales_embedding else 1.0
+        self.recompute: Callable[..., Tensor] | None = None
+        self.reset_parameters()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        layout: Layout | None = None,
+        caches: Sequence[LayerCache] | None = None,
+        past: int = 0,
+    ) -> Tensor:
+        """Logits. With caches (one per block, holding `past` locations) the tokens follow those already seen."""
+        return self.logits(self.hidden(tokens, layout=layout, caches=caches, past=past), layout)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        layout: Layout | None = None,
+        caches: Sequence[LayerCache] | None = None,
+        past: int = 0,
+    ) -> Tensor:
+        """X_L, the last block's output after the final norm where there is one: (batch, T, width)."""
+        placement = self.placement(tokens, layout, past)
+        x = self.embed(tokens)
+        for index, block in enumerate(self.each_block()):
+            cache = caches[index] if caches is not None else None
+            x = block(x, placement, cache) if self.recompute is None else self.recompute(block, x, placement, cache)
+        return self.norm(x)
+
+    def each_block(self) -> Iterator[Block]:
+        """The blocks, first to last."""
+        return iter(cast(Iterable[Block], self.blocks))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """X_0: the looked-up rows, times √d where the stream starts at unit norm."""
+        rows = self.embedding(tokens)
+        return rows * self.embedding_scale if self.embedding_scale != 1.0 else rows
+
+    def placement(self, tokens: Tensor, layout: Layout | None = None, past: int = 0) -> Placement:
+        """What all blocks share about where the tokens stand."""
+        if self.config.position != "rope":
+            return Placement(layout)
+        if layout is not None:
+            locations = layout.query_locations
+        else:
+            locations = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
+        width = self.config.width // self.config.heads
+        return Placement(layout, Rotation.at(locations, width, self.config.rope_base))
+
+    def logits(self, hidden: Tensor, layout: Layout | None = None) -> Tensor:
+        """The tied, unscaled unembedding X_L Eᵀ, whose logits have unit variance at initialisation; or the head's."""
+        if self.head is None:
+            return nn.functional.linear(hidden, self.embedding.weight.to(hidden.dtype))
+        if self.config.head == "pooled":
+            return self.head(_mean_over_tokens(hidden, layout))
+        return self.head(hidden)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise every parameter as the configuration says. App. H."""
+        config, orthogonal = self.config, self.config.init == "orthogonal"
+        self.embedding.weight.normal_(0.0, config.width**-0.5)
+        gain = signal.mlp_gain(config) if config.hidden else 1.0
+        for block in self.each_block():
+            block.reset_parameters()
+            attention, mlp = block.layers()
+            attention.reset_parameters(config.query_key or "normal", orthogonal, config.query_key_scale)
+            if mlp is not None:
+                mlp.reset_parameters(gain, orthogonal)
+        if isinstance(self.norm, nn.RMSNorm):
+            self.norm.reset_parameters()
+        if self.head is not None:
+            init.gaussian_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+
+def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions) -> Block:
+    attention = ShapedAttention(config.width, config.heads, shape, config.kv_heads, options)
+    mlp = MLP(config.width, config.hidden, config.shaped_activation, config.mlp_bias) if config.hidden else None
+    return Block.build(attention, mlp, config.width, (config.attention_skip, config.mlp_skip), config.norm)
+
+
+def _mean_over_tokens(hidden: Tensor, layout: Layout | None) -> Tensor:
+    if layout is None or layout.query_documents is None:
+        return hidden.mean(dim=1)
+    real = (layout.query_documents >= 0).to(hidden.dtype)[:, :, None]
+    return (hidden * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)

@@ -1,0 +1,87 @@
+import json
+
+import pytest
+
+from skipless.model.config import ModelConfig
+from skipless.model.presets import names, preset
+from skipless.theory.activations import ShapedActivation
+from skipless.theory.propagation import Skip
+from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
+from skipless.theory.shaping import dks
+
+CONFIGS = [
+    ModelConfig(width=64, depth=8),
+    ModelConfig(width=64, depth=16, scheme=UniformSPA(0.6, 0.05, "geometric"), activation="tat-leaky_relu"),
+    ModelConfig(width=64, depth=4, scheme=ValueSkipInit(per_head=True), activation="gelu", kv_heads=2),
+    preset("c4/skipinit-ln", width=64),
+    ModelConfig(width=64, depth=2, causal=False, head="pooled", classes=3, hidden=0, activation="gelu"),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_json_round_trip_gives_an_equal_object(config):
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert json.loads(config.to_json())["scheme"]["kind"] in ("e-spa", "u-spa", "standard", "value-skipinit")
+
+
+def test_solved_constants_are_stored():
+    config = ModelConfig(depth=36)
+    assert config.activation == dks("gelu", 36)
+    assert json.loads(config.to_json())["activation"]["input_scale"] == pytest.approx(0.298536, abs=5e-7)
+
+
+def test_parameter_counts_of_the_papers_models():
+    assert round(preset("wikitext103/e-spa").matrix_parameters / 1e6, 1) == 485.8
+    assert round(preset("c4/pre-ln").matrix_parameters / 1e6, 1) == 435.4
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_preset_is_a_valid_configuration(name):
+    config = preset(name)
+    assert config.depth in (36, 32, 72, 108)
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+def test_presets_say_what_the_paper_says():
+    espa = preset("wikitext103/e-spa")
+    assert espa.vanilla
+    assert espa.scheme == ExponentialSPA(0.005, 0.008)
+    assert (espa.query_key, espa.init, espa.position) == ("zero-query", "orthogonal", "rope")
+    assert espa.scales_embedding
+    baseline = preset("wikitext103/pre-ln")
+    assert (baseline.norm, baseline.attention_skip, baseline.mlp_skip) == ("pre", Skip(1.0, 1.0), Skip(1.0, 1.0))
+    assert (baseline.activation, baseline.scales_embedding) == (ShapedActivation("gelu"), False)
+    assert preset("c4/e-spa-skip").attention_skip == Skip.normalised(0.9975)
+    assert preset("depth/e-spa-108").width == 512
+
+
+def test_replace_follows_sizes_that_were_derived():
+    config = ModelConfig(width=64, depth=8, heads=4).replace(width=128, scheme=StandardAttention())
+    assert (config.hidden, config.query_key) == (512, "normal")
+    assert ModelConfig(width=64, hidden=100, depth=8).replace(width=128).hidden == 100
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ModelConfig(width=100, heads=8), "width=100 is not a multiple of heads=8; the nearest is 96"),
+        (lambda: ModelConfig(depth=0), "depth is 0"),
+        (lambda: ModelConfig(kv_heads=3), "kv_heads=3 does not divide heads=8"),
+        (lambda: ModelConfig(width=24, heads=8), "head width 3 is odd"),
+        (lambda: ModelConfig(norm="layer"), "norm is 'layer'; it must be one of 'none', 'pre', 'post'"),
+        (lambda: ModelConfig(attention_skip=Skip(1.0, 1.0)), r"SPA needs a normalised skip.*Skip.normalised"),
+        (lambda: ModelConfig(scheme=StandardAttention(4)), "alibi_heads=4 differs from heads=8"),
+        (lambda: ModelConfig(causal=False), "sees the token it would predict"),
+        (lambda: ModelConfig(head="pooled", causal=False), "needs classes ≥ 1"),
+        (lambda: ModelConfig(activation="dsk-gelu"), "must be 'dks' or 'tat'"),
+        (lambda: ModelConfig(activation="glue"), "gelu"),
+        (lambda: ModelConfig(depth=2), r"activation='dks-gelu' over 2 blocks: .*Take xi below 2.205"),
+        (lambda: ModelConfig.from_dict({"widht": 3}), "no field 'widht'; did you mean 'width'"),
+        (lambda: ModelConfig().replace(dpeth=3), "did you mean 'depth'"),
+        (lambda: ModelConfig.from_dict({"scheme": {"kind": "spa"}}), "scheme kind is 'spa'"),
+        (lambda: preset("wikitext103/espa"), "no preset 'wikitext103/espa'; nearest: wikitext103/e-spa"),
+    ],
+)
+def test_mistakes_are_named_with_a_remedy(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

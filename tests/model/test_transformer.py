@@ -1,0 +1,202 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from skipless.model import signal
+from skipless.model.config import ModelConfig
+from skipless.model.presets import preset
+from skipless.model.transformer import Transformer
+from skipless.ops.layout import Layout
+from skipless.theory import kernels, propagation
+from skipless.theory.propagation import Skip
+from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
+
+SPA_SCHEMES = [ExponentialSPA(0.05, 0.02), UniformSPA(0.8, 0.02), ValueSkipInit()]
+
+
+def build(config, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    torch.set_default_dtype(dtype)  # orthogonal matrices are then orthogonal to this precision
+    try:
+        return Transformer(config, impl="reference")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@torch.no_grad()
+def kernels_by_block(model, tokens):
+    """Σ_0 … Σ_L measured on one sequence."""
+    placement, x = model.placement(tokens), model.embed(tokens)
+    states = [x]
+    for block in model.blocks:
+        states.append(block(states[-1], placement))
+    return [kernels.of_activations(s[0].double().numpy()) for s in states]
+
+
+@pytest.mark.parametrize("scheme", SPA_SCHEMES, ids=lambda s: type(s).__name__)
+def test_attention_only_networks_follow_theory_to_1e6_at_depth_36(scheme):
+    """Orthogonal weights make Eq. 6 exact at finite width: from the measured Σ_0 every Σ_l follows."""
+    config = ModelConfig(vocab_size=50, width=48, depth=36, heads=4, hidden=0, scheme=scheme, activation="gelu")
+    model = build(config)
+    tokens = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(1))
+    measured = kernels_by_block(model, tokens)
+    predicted = propagation.forward(signal.kernel_blocks(config), measured[0])
+    for ours, theory in zip(measured, predicted, strict=True):
+        np.testing.assert_allclose(ours, theory, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["dks-gelu", "tat-leaky_relu"])
+def test_full_vanilla_networks_follow_theory_within_monte_carlo_error(activation):
+    """With MLPs the wide limit is approached like 1/√width: the mean over networks must lie within 4 standard errors
+    plus a finite-width bias of 4/width per block."""
+    depth, width = 16, 128
+    scheme = ExponentialSPA(0.05)
+    config = ModelConfig(vocab_size=64, width=width, depth=depth, heads=4, scheme=scheme, activation=activation)
+    tokens = torch.arange(24)[None]
+    predicted = propagation.forward(signal.kernel_blocks(config), np.eye(24))
+    runs = np.array([kernels_by_block(build(config, seed, torch.float32), tokens) for seed in range(12)])
+    for block in (1, depth // 2, depth):
+        for measure in (lambda k: np.diagonal(k).mean(), kernels.mean_cosine):
+            samples = np.array([measure(run[block]) for run in runs])
+            error = samples.std(ddof=1) / np.sqrt(len(samples))
+            assert abs(samples.mean() - measure(predicted[block])) < 4 * error + 4 * block / width
+
+
+@pytest.mark.parametrize("norm", ["none", "pre", "post"])
+def test_every_kind_of_block_runs_forward_and_backward(norm):
+    for skip in (Skip(), Skip.normalised(0.9), Skip(1.0, 1.0), Skip(1.0, 0.2), Skip(1.0, 0.0, trainable=True)):
+        config = ModelConfig(
+            vocab_size=30, width=32, depth=3, heads=4, scheme=StandardAttention(), norm=norm,
+            attention_skip=skip, mlp_skip=skip, activation="gelu",
+        )  # fmt: skip
+        model = build(config)
+        loss = model(torch.randint(0, 30, (2, 12))).logsumexp(-1).mean()
+        loss.backward()
+        assert torch.isfinite(loss)
+        trained = [n for n, p in model.named_parameters() if "residual" in n]
+        assert len(trained) == (6 if skip.trainable else 0)
+
+
+def test_loss_at_initialisation_is_log_vocabulary_plus_a_half():
+    """Unit-variance logits: E[logsumexp] = ln V + ½, within 5 %, for a 36-block vanilla model."""
+    config = ModelConfig(vocab_size=1000, width=128, depth=36, heads=4)
+    model = build(config, dtype=torch.float32)
+    tokens = torch.randint(0, 1000, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert loss.item() == pytest.approx(math.log(1000) + 0.5, rel=0.05)
+
+
+def _thirty_steps(name, rate):
+    """(first, last) loss of 30 Adam steps on one batch of random tokens, at tiny width and the preset's own depth."""
+    torch.manual_seed(0)
+    model = Transformer(preset(name, width=64, heads=4, vocab_size=64), impl="sdpa")
+    tokens = torch.randint(0, 64, (4, 33))
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    losses = []
+    for _ in range(30):
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimiser.step()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+TRAINS = {
+    "wikitext103/pre-ln": 1e-3,
+    "wikitext103/e-spa": 1e-4,
+    "wikitext103/e-spa-ln": 1e-4,
+    "wikitext103/e-spa-tat": 1e-4,
+    "wikitext103/e-spa-gelu": 2e-4,
+    "wikitext103/u-spa": 1e-4,
+    "wikitext103/v-skipinit": 1e-4,
+    "wikitext103/e-spa-skip": 1e-3,
+    "c4/stable": 1e-3,
+    "c4/skipinit": 1e-3,
+    "c4/u-spa-skip": 1e-3,
+    "c4/e-spa-skip-ln": 1e-3,
+}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_thirty_steps_on_one_batch_drive_the_loss_down(name):
+    first, last = _thirty_steps(name, TRAINS[name])
+    assert last < first - 1.0
+
+
+@pytest.mark.parametrize("rate", [3e-5, 1e-4, 3e-4])
+def test_standard_skipless_cannot_tell_its_inputs_apart(rate):
+    """The contrast: 36 blocks of plain attention learn at most which tokens are frequent, at any rate."""
+    _, skipless = _thirty_steps("wikitext103/skipless", rate)
+    assert skipless > 3.3
+    if rate == 1e-4:
+        assert _thirty_steps("wikitext103/e-spa", rate)[1] < skipless - 1.0
+
+
+def test_the_papers_large_model_builds_on_meta():
+    with torch.device("meta"):
+        model = Transformer(preset("wikitext103/e-spa"))
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert matrices == preset("wikitext103/e-spa").matrix_parameters
+    biases = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert biases == 36 * (4096 + 1024)
+
+
+def test_gaussian_initialisation_is_an_option():
+    model = build(ModelConfig(vocab_size=30, width=64, depth=2, heads=4, init="gaussian", activation="gelu"))
+    value = model.blocks[0].attention.inner.value.weight
+    assert value.std().item() == pytest.approx(1 / 8, rel=0.05)
+    assert (value @ value.T - torch.eye(64)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("scheme", [ExponentialSPA(0.05), UniformSPA(0.6), ValueSkipInit(), StandardAttention()])
+@pytest.mark.parametrize(("head", "shape"), [("token", (2, 16, 5)), ("pooled", (2, 5))])
+def test_encoders_see_both_sides_and_have_heads(scheme, head, shape):
+    config = ModelConfig(
+        vocab_size=30, width=32, depth=3, heads=4, scheme=scheme, causal=False, head=head, classes=5, activation="gelu"
+    )
+    model = build(config)
+    tokens = torch.randint(0, 30, (2, 16))
+    assert model(tokens).shape == shape
+    if not isinstance(scheme, ValueSkipInit):  # identity attention at the start: nothing mixes yet
+        changed = tokens.clone()
+        changed[:, -1] = (changed[:, -1] + 1) % 30
+        assert (model.hidden(tokens)[:, 0] - model.hidden(changed)[:, 0]).abs().max() > 1e-6
+
+
+def test_pooled_head_ignores_padding():
+    config = ModelConfig(
+        vocab_size=30, width=32, depth=2, heads=4, scheme=StandardAttention(), causal=False, head="pooled", classes=5,
+        activation="gelu",
+    )  # fmt: skip
+    model, tokens = build(config), torch.randint(0, 30, (1, 9))
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), tokens], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * 9])
+    torch.testing.assert_close(model(padded, layout=Layout.left_padded(mask)), model(tokens))
+
+
+@pytest.mark.parametrize("scheme", [*SPA_SCHEMES, StandardAttention()])
+@pytest.mark.parametrize("position", ["rope", "relative", "none"])
+def test_packed_documents_equal_separate_ones(scheme, position):
+    config = ModelConfig(vocab_size=30, width=32, depth=3, heads=4, scheme=scheme, position=position, activation="gelu")
+    model = build(config)
+    for parameter in model.parameters():  # away from initialisation, where queries are zero
+        parameter.data.add_(0.02 * torch.randn_like(parameter))
+    first, second = torch.randint(0, 30, (1, 7)), torch.randint(0, 30, (1, 11))
+    ids = torch.tensor([[0] * 7 + [1] * 11])
+    packed = model(torch.cat([first, second], dim=1), layout=Layout.packed(ids))
+    torch.testing.assert_close(packed, torch.cat([model(first), model(second)], dim=1))
+
+
+@pytest.mark.parametrize("calibration", ["exact", "mlp-aware"])
+def test_calibrated_networks_keep_unit_norms(calibration):
+    config = ModelConfig(
+        vocab_size=64, width=256, depth=12, heads=4, length=32, scheme=ExponentialSPA(0.05, calibration=calibration)
+    )
+    model = build(config, dtype=torch.float32)
+    final = kernels_by_block(model, torch.arange(32)[None])[-1]
+    assert np.diagonal(final).mean() == pytest.approx(1.0, abs=0.15)
