@@ -1,0 +1,116 @@
+"""The look of every figure: type, colours that survive colour blindness and grey, and placement in inches."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from PIL import Image
+
+from skipless.theory.certificate import Verdict
+
+INK, MUTED, FAINT = "#1b1f24", "#5f6871", "#d5d9de"
+BLUE, ORANGE, VERMILION, GREEN = "#0072b2", "#e69f00", "#d55e00", "#009e73"  # Okabe & Ito 2008
+
+# Perceptually uniform, and bright at 1, where the eye parts a collapsed kernel (flat) from a merely smooth one.
+COSINE_COLOURS = "viridis"
+
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same picture
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.9,
+    "svg.hashsalt": "skipless",
+    "pdf.fonttype": 42,
+}
+
+# Each kind has its own shape as well as its own colour.
+_MARKS = {
+    "preserved": ("✔", BLUE),
+    "drift": ("≈", ORANGE),
+    "collapse": ("✖", VERMILION),
+    "explosion": ("▲", VERMILION),
+    "vanishing": ("▼", VERMILION),
+}
+
+
+def verdict_mark(verdict: Verdict) -> tuple[str, str]:
+    """Glyph and colour of a verdict."""
+    return _MARKS[verdict.kind]
+
+
+def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
+    """Draw under STYLE, leaving matplotlib's global settings as they were."""
+
+    @wraps(draw)
+    def wrapper(*args, **kwargs) -> Figure:
+        with matplotlib.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return wrapper
+
+
+@dataclass
+class Page:
+    """A figure on which everything is placed in inches from the top left corner."""
+
+    width: float
+    height: float
+    figure: Figure = field(init=False)
+
+    def __post_init__(self):
+        self.figure = Figure(figsize=(self.width, self.height), facecolor="white")
+
+    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        """Axes whose frame has this top left corner and size."""
+        bottom = self.height - top - height
+        return self.figure.add_axes((left / self.width, bottom / self.height, width / self.width, height / self.height))
+
+    def text(self, left: float, top: float, words: str, **style) -> None:
+        """Words at a point."""
+        self.figure.text(left / self.width, 1 - top / self.height, with_subscripts(words), **style)
+
+    def heading(self, left: float, title: str, subtitle: str) -> None:
+        """Title and subtitle at the top."""
+        self.text(left, 0.22, title, fontsize=15, fontweight="bold", va="top")
+        self.text(left, 0.56, subtitle, fontsize=9.5, color=MUTED, va="top", linespacing=1.4)
+
+
+def with_subscripts(words: str) -> str:
+    """γ_L and ρ_L set as mathematics."""
+    return words.replace("γ_L", r"$\gamma_L$").replace("ρ_L", r"$\rho_L$")
+
+
+def render(figure: Figure, suffix: str, dpi: int = 200) -> bytes:
+    """The figure as a file's content: ".png", ".pdf" or ".svg". No date is put in, so equal figures are equal bytes."""
+    undated = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}[suffix]
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=undated)
+    return _with_palette(buffer) if suffix == ".png" else buffer.getvalue()
+
+
+def _with_palette(png: io.BytesIO) -> bytes:
+    """A third of the size with 256 colours: the colour map has no more, and grey edges of letters find theirs."""
+    small = io.BytesIO()
+    with Image.open(png) as image:
+        reduced = image.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        reduced.save(small, format="png", optimize=True, dpi=image.info["dpi"])
+    return small.getvalue()

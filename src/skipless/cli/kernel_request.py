@@ -1,0 +1,223 @@
+"""From the words of `skipless kernels` to networks and inputs: names, flags, and which flag goes with which name."""
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from skipless.analysis import paper_kernels
+from skipless.analysis.study import InputSignal, Network
+from skipless.model import presets
+from skipless.model.config import ModelConfig
+from skipless.theory.feasibility import check_depth, check_length, check_repeat_rate
+from skipless.theory.propagation import Skip
+from skipless.theory.schemes import (
+    ExponentialSPA,
+    Scheme,
+    StandardAttention,
+    UniformSPA,
+    ValueSkipInit,
+)
+
+SCHEMES: dict[str, Scheme] = {
+    "standard": StandardAttention(),
+    "alibi": StandardAttention(alibi_heads=8),
+    "v-skipinit": ValueSkipInit(),
+    "u-spa": UniformSPA(),
+    "e-spa": ExponentialSPA(),
+}
+LABELS = {
+    "standard": "Standard",
+    "alibi": "Standard",
+    "v-skipinit": "Value-SkipInit",
+    "u-spa": "U-SPA",
+    "e-spa": "E-SPA",
+}
+
+_GRID = ("depth", "length", "repeat_rate", "gamma_final", "rho_final", "input_kind", "seed", "blocks")
+FIGURES: dict[str, tuple[str, ...]] = {
+    "fig1": _GRID,
+    "fig5": ("length", "seed"),
+    "fig6": ("depth", "length", "repeat_rate", "gamma_final", "input_kind", "seed", "blocks"),
+    "fig7": _GRID,
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the user gave; None where nothing was said."""
+
+    depth: int | None = None
+    gamma_final: float | None = None
+    rho_final: float | None = None
+    skip: str | None = None
+    mlp_skip: str | None = None
+    norm: str | None = None
+    activation: str | None = None
+    calibration: str | None = None
+    length: int | None = None
+    repeat_rate: float | None = None
+    input_kind: str | None = None
+    seed: int | None = None
+    blocks: str | None = None
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Those of the named flags that were given."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Networks to follow with one input and the blocks to show; or, for Fig. 5, inputs alone."""
+
+    name: str
+    signals: tuple[InputSignal, ...]
+    networks: tuple[Network, ...] = ()
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Blocks of the networks, which all have the same number."""
+        return self.networks[0].config.depth
+
+
+def resolve(name: str, flags: Flags) -> Request:
+    """The networks and inputs that a name and flags stand for."""
+    if flags.depth is not None:
+        check_depth(flags.depth)
+    if name in FIGURES:
+        return _figure(name, flags)
+    if name in SCHEMES:
+        scheme, rate = SCHEMES[name], paper_kernels.SIGNAL.repeat_rate
+    elif "/" in name:
+        scheme = presets.preset(name).scheme
+        rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
+    else:
+        raise _unknown(name)
+    signal = _signal(flags, InputSignal(rate))
+    network = Network(LABELS.get(name, name), _configuration(name, scheme, signal, flags))
+    return Request(name, (signal,), (network,), _blocks(flags.blocks, network.config.depth))
+
+
+def name_list() -> str:
+    """Every name, by kind."""
+    kinds = {"figures": FIGURES, "schemes": SCHEMES, "presets": presets.names()}
+    return "\n".join(f"{kind}:\n" + "\n".join(f"  {name}" for name in names) for kind, names in kinds.items())
+
+
+def _figure(name: str, flags: Flags) -> Request:
+    for field in fields(flags):
+        if getattr(flags, field.name) is not None and field.name not in FIGURES[name]:
+            takes = ", ".join(_spelled(each) for each in FIGURES[name])
+            raise ValueError(f"{_spelled(field.name)} does not apply to {name}, which takes {takes}")
+    if name == "fig5":
+        length = check_length(flags.length or paper_kernels.SIGNAL.length)
+        return Request(name, tuple(paper_kernels.token_signals(length, flags.seed or 0)))
+    if name == "fig6":
+        signal = _signal(flags, paper_kernels.CORRECTION_SIGNAL)
+        build = paper_kernels.correction_networks
+    else:
+        signal = _signal(flags, paper_kernels.SIGNAL)
+        build = paper_kernels.networks
+    networks = build(signal=signal, **flags.given("depth", "gamma_final", "rho_final"))
+    networks = networks[:3] if name == "fig1" else networks
+    return Request(name, (signal,), tuple(networks), _blocks(flags.blocks, networks[0].config.depth))
+
+
+def _signal(flags: Flags, default: InputSignal) -> InputSignal:
+    if flags.seed is not None and flags.input_kind == "average":
+        raise ValueError("--seed picks a sampled sequence, and --input average has none: leave one of them out")
+    changes = flags.given("length", "repeat_rate", "seed")
+    if flags.input_kind is not None:
+        changes["kind"] = str(flags.input_kind)
+    signal = dataclasses.replace(default, **changes)
+    check_length(signal.length)
+    check_repeat_rate(signal.repeat_rate)
+    return signal
+
+
+def _configuration(name: str, scheme: Scheme, signal: InputSignal, flags: Flags) -> ModelConfig:
+    """The network at the length it is looked at, so that calibrations that need a length take that one."""
+    changes: dict[str, Any] = {"length": signal.length, "scheme": _scheme(name, scheme, signal, flags)}
+    changes |= flags.given("depth")
+    if flags.norm is not None:
+        changes["norm"] = str(flags.norm)
+    for field, text in (("attention_skip", flags.skip), ("mlp_skip", flags.mlp_skip)):
+        if text is not None:
+            changes[field] = _skip(text, "--mlp-skip" if field == "mlp_skip" else "--skip")
+    if flags.skip is not None and "," in flags.skip and isinstance(scheme, ExponentialSPA | UniformSPA):
+        raise ValueError(f"--skip is {flags.skip}; with SPA attention give one weight α, which makes β = √(1−α²)")
+    if flags.activation == "none" or (name in SCHEMES and flags.activation is None):
+        _refuse_mlp_flags(flags)
+        changes["hidden"] = 0
+    elif flags.activation is not None:
+        changes["activation"] = flags.activation
+    if name not in SCHEMES:
+        return presets.preset(name, **changes)
+    bare: dict[str, Any] = {"depth": paper_kernels.DEPTH, "position": "none", "activation": "identity"}
+    return ModelConfig(**(bare | changes))
+
+
+def _refuse_mlp_flags(flags: Flags) -> None:
+    if flags.mlp_skip is not None:
+        raise ValueError("--mlp-skip needs MLPs, and this network is attention-only: add --activation, e.g. dks-gelu")
+    if flags.calibration == "mlp-aware":
+        raise ValueError("--calibration mlp-aware needs MLPs: add --activation dks-gelu, or use --calibration exact")
+
+
+def _scheme(name: str, scheme: Scheme, signal: InputSignal, flags: Flags) -> Scheme:
+    """The scheme with its flags and the input's repeat rate; a flag of another scheme is refused."""
+    changes = flags.given("gamma_final", "rho_final")
+    if flags.calibration is not None:
+        changes["calibration"] = str(flags.calibration)
+    known = {field.name for field in fields(scheme)}
+    for field in changes:
+        if field not in known:
+            owner = {"gamma_final": "E-SPA", "rho_final": "U-SPA", "calibration": "E-SPA and U-SPA"}[field]
+            takes = {ExponentialSPA: "; E-SPA takes --gamma-final", UniformSPA: "; U-SPA takes --rho-final"}
+            instead = takes.get(type(scheme), "")
+            raise ValueError(f"{_spelled(field)} belongs to {owner} and does not apply to {name}{instead}")
+    if "repeat_rate" in known:
+        changes["repeat_rate"] = signal.repeat_rate
+    return dataclasses.replace(scheme, **changes)
+
+
+def _skip(text: str, flag: str) -> Skip:
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) == 1 and 0.0 <= weights[0] < 1.0:
+        return Skip.normalised(weights[0])
+    if len(weights) == 2 and all(math.isfinite(weight) for weight in weights):
+        return Skip(weights[0], weights[1])
+    raise ValueError(
+        f"{flag} is {text!r}; give one weight α in [0, 1), which makes β = √(1−α²), "
+        "or both as α,β (1,1 is the usual skip)"
+    )
+
+
+def _blocks(text: str | None, depth: int) -> tuple[int, ...]:
+    if text is None:
+        return tuple(paper_kernels.default_blocks(depth))
+    try:
+        blocks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"--blocks is {text!r}; it is a list of whole numbers such as 0,1,10,{depth}") from None
+    if blocks[0] < 0 or blocks[-1] > depth:
+        raise ValueError(f"--blocks is {text!r}; the network has blocks 1 to {depth}, and 0 is the input")
+    return tuple(blocks)
+
+
+def _spelled(field: str) -> str:
+    return "--input" if field == "input_kind" else f"--{field.replace('_', '-')}"
+
+
+def _unknown(name: str) -> ValueError:
+    near = difflib.get_close_matches(name.lower(), [*SCHEMES, *FIGURES, *presets.names()], n=3, cutoff=0.5)
+    meant = f"; did you mean {' or '.join(near)}?" if near else "."
+    return ValueError(
+        f"there is no figure, scheme or preset {name!r}{meant} Figures: {', '.join(FIGURES)}; "
+        f"schemes: {', '.join(SCHEMES)}; presets: see `skipless kernels --list`"
+    )

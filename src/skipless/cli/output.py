@@ -1,0 +1,73 @@
+"""What commands write: files that are whole or not there, and tables for people or for pipes."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def check_figure(path: Path) -> None:
+    """Refuse, before any work is done, a figure that could not be written."""
+    if path.suffix.lower() not in FIGURE_SUFFIXES:
+        raise ValueError(f"--figure is {path}; the name must end in {', '.join(FIGURE_SUFFIXES)}")
+    check_target(path)
+
+
+def check_target(path: Path) -> None:
+    """Make the folder of a file to be written, and see that the file can go there."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"{path.parent} cannot be written to; choose another place")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write beside the target and rename, so that a reader never meets half a file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # mkstemp's own mode hides the file from everyone else
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def print_table(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
+    """A ruled table in a terminal, aligned plain text elsewhere. Numbers to the right; styles colour last cells."""
+    if not console.is_terminal:
+        for line in _aligned([head, *rows]):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column, title in enumerate(head):
+        table.add_column(title, justify="right" if _numeric(rows, column) else "left")
+    for row, style in zip(rows, styles, strict=True):
+        table.add_row(*map(Text, row[:-1]), Text(row[-1], style=style))
+    console.print(table)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = [_numeric(rows[1:], column) for column in range(len(widths))]
+    return [
+        "  ".join(
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:
+    return all(row[column][:1].isdigit() or row[column][:1] in "-" for row in rows)

@@ -1,0 +1,263 @@
+"""`skipless kernels` from the outside: names, flags, files, exit codes."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from skipless.analysis import paper_kernels
+from skipless.analysis.study import InputSignal
+from skipless.cli import main
+from skipless.cli.output import print_table, write_whole
+from skipless.model.presets import preset
+from skipless.model.signal import certificate
+from skipless.theory.schemes import ExponentialSPA
+
+SMALL = ("--depth", "6", "--length", "20")
+
+
+class Skipless:
+    """Runs the command in this process, in an empty folder."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        self.monkeypatch.setattr(sys, "argv", ["skipless", "kernels", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        seen = self.capsys.readouterr()
+        assert (stop.value.code or 0) == code, seen.out + seen.err
+        return seen.err if code == 2 else seen.out
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, capsys, monkeypatch) -> Skipless:
+    monkeypatch.chdir(tmp_path)
+    return Skipless(capsys, monkeypatch)
+
+
+def written() -> set[str]:
+    return {str(path) for path in Path().rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["standard", "alibi", "v-skipinit", "u-spa", "e-spa", "fig1", "fig7"])
+def test_schemes_and_figures(kernels, name: str) -> None:
+    kernels(name, *SMALL)
+    assert written() == {f"skipless-kernels/{name}.png"}
+
+
+def test_fig5(kernels) -> None:
+    out = kernels("fig5", "--length", "20", "--json", "five.json")
+    assert written() == {"skipless-kernels/fig5.png", "five.json"}
+    assert out.splitlines()[-1].startswith("At r = 0.05, 20 locations hold")
+    inputs = json.loads(Path("five.json").read_text())["inputs"]
+    assert [each["repeat_rate"] for each in inputs] == list(paper_kernels.TOKEN_RATES)
+    np.testing.assert_array_equal(inputs[2]["kernel"], InputSignal(0.02, 20).kernel())
+
+
+def test_fig6_golden_values(kernels) -> None:
+    out = kernels("fig6", "--input", "average", "--json", "six.json")
+    plain, corrected = json.loads(Path("six.json").read_text())["networks"]
+    assert plain["diagonals"][36][50] == pytest.approx(3.19, abs=0.005)
+    assert plain["diagonals"][36][99] == pytest.approx(4.78, abs=0.005)
+    np.testing.assert_allclose(corrected["diagonals"], 1.0, atol=1e-12)
+    assert out.splitlines()[-1].endswith("with it at 1.00 ± 0.00.")
+
+
+def test_the_default_is_fig7_with_the_papers_verdicts(kernels) -> None:
+    out = kernels("--json", "seven.json")
+    assert written() == {"skipless-kernels/fig7.png", "seven.json"}
+    verdicts = {
+        network["label"]: network["certificate"]["verdict"]["kind"]
+        for network in json.loads(Path("seven.json").read_text())["networks"]
+    }
+    assert verdicts == {
+        "Standard": "collapse",
+        "U-SPA": "preserved",
+        "E-SPA": "preserved",
+        "Skipless + LN": "collapse",
+        "Pre-LN": "preserved",
+        "Pre-LN, α = 0.98": "preserved",
+        "Post-LN": "collapse",
+    }
+    assert out.splitlines()[-1].startswith("The signal dies in 3 of 7 networks: Standard (collapse at block ")
+    assert "\x1b" not in out
+
+
+def test_json_of_a_preset_is_theory(kernels) -> None:
+    kernels("wikitext103/e-spa", *SMALL, "--json", "data/deep/preset.json", "--no-figure", "--blocks", "0,6")
+    assert written() == {"data/deep/preset.json"}
+    data = json.loads(Path("data/deep/preset.json").read_text())
+    network, signal = data["networks"][0], InputSignal(**data["input"])
+    config = preset("wikitext103/e-spa", depth=6, length=20)
+    assert signal == InputSignal(0.008, 20, "sample", 0)
+    assert network["config"] == json.loads(config.to_json())
+    expected = certificate(config, signal.kernel()).as_dict()
+    assert network["certificate"] == json.loads(json.dumps(expected))
+    assert list(network["cosines"]) == ["0", "6"]
+    np.testing.assert_array_equal(network["cosines"]["0"], signal.kernel())
+
+
+def test_json_on_standard_output_is_only_json(kernels) -> None:
+    data = json.loads(kernels("u-spa", *SMALL, "--json", "-", "--no-figure"))
+    assert data["networks"][0]["label"] == "U-SPA"
+    assert written() == set()
+
+
+def test_flags_reach_the_network(kernels) -> None:
+    words = ("--gamma-final", "0.9", "--repeat-rate", "0.05", "--skip", "0.6", "--mlp-skip", "1,0.5")
+    more = ("--norm", "pre", "--activation", "gelu", "--calibration", "exact", "--json", "-", "--no-figure")
+    config = json.loads(kernels("e-spa", *SMALL, *words, *more))["networks"][0]["config"]
+    scheme = {"kind": "e-spa", "gamma_final": 0.9, "repeat_rate": 0.05, "calibration": "exact"}
+    assert config["scheme"] == scheme
+    assert (config["attention_skip"]["shortcut"], config["attention_skip"]["residual"]) == (0.6, 0.8)
+    assert (config["mlp_skip"]["shortcut"], config["mlp_skip"]["residual"]) == (1.0, 0.5)
+    assert (config["norm"], config["activation"]["base"], config["depth"], config["length"]) == ("pre", "gelu", 6, 20)
+    assert config["hidden"] > 0
+
+
+def test_a_presets_mlps_can_be_left_out(kernels) -> None:
+    words = ("--activation", "none", "--json", "-", "--no-figure")
+    assert json.loads(kernels("c4/pre-ln", *SMALL, *words))["networks"][0]["config"]["hidden"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("u-spa", "--gamma-final", "0.1"), "U-SPA takes --rho-final"),
+        (("e-spa", "--rho-final", "0.1"), "E-SPA takes --gamma-final"),
+        (("standard", "--calibration", "exact"), "--calibration belongs to E-SPA and U-SPA"),
+        (("fig7", "--skip", "0.9"), "--skip does not apply to fig7, which takes --depth"),
+        (("fig5", "--depth", "9"), "which takes --length, --seed"),
+        (("standard", "--mlp-skip", "0.9"), "add --activation"),
+        (("e-spa", "--calibration", "mlp-aware"), "needs MLPs"),
+        (("e-spa", "--skip", "1,1"), "give one weight"),
+        (("standard", "--skip", "1.5"), "in [0, 1)"),
+        (("standard", "--skip", "big"), "in [0, 1)"),
+        (("e-spa", "--skip", "0.98", "--depth", "36"), "gamma_final ≥ 0.133"),
+        (("standard", "--blocks", "1,101"), "blocks 1 to 100"),
+        (("standard", "--blocks", "one"), "whole numbers"),
+        (("e-spa", "--seed", "1", "--input", "average"), "leave one of them out"),
+        (("e-spa", "--repeat-rate", "1.5"), "0.008 for 32k SentencePiece"),
+        (("standard", "--depth", "0"), "at least 1"),
+        (("standard", "--activation", "swish"), "choose from gelu"),
+        (("standard", "--figure", "x.jpg"), ".png, .pdf, .svg"),
+        (("standard", "--figure", "x.png", "--no-figure"), "contradict"),
+        (("standard", "--figure", ".png/"), "must end in"),
+        (("espa",), "did you mean e-spa"),
+        (("nonsense",), "schemes: standard, alibi"),
+        (("wikitext103/espa",), "wikitext103/e-spa"),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_line(kernels, words: tuple[str, ...], said: str) -> None:
+    error = kernels(*words, code=2)
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert written() == set()
+
+
+@pytest.mark.parametrize("option", ["--figure", "--json"])
+def test_an_unwritable_place_is_refused_before_the_work(kernels, option: str) -> None:
+    Path("file").touch()
+    Path("folder.png").mkdir()
+    assert "file" in kernels("standard", option, "file/x.png", code=2)
+    assert "is a folder" in kernels("standard", option, "folder.png", code=2)
+
+
+def test_a_second_run_replaces_the_firsts_output(kernels) -> None:
+    Path("skipless-kernels").mkdir()
+    Path("skipless-kernels/e-spa.png").write_bytes(b"old")
+    kernels("e-spa", *SMALL, "--json", "e.json")
+    first = Path("skipless-kernels/e-spa.png").read_bytes(), Path("e.json").read_bytes()
+    kernels("e-spa", *SMALL, "--json", "e.json")
+    assert (Path("skipless-kernels/e-spa.png").read_bytes(), Path("e.json").read_bytes()) == first
+    assert written() == {"skipless-kernels/e-spa.png", "e.json"}
+
+
+def test_check_turns_a_lost_signal_into_an_exit_code(kernels) -> None:
+    collapsing = ("standard", "--depth", "30", "--length", "20", "--no-figure")
+    assert "collapse" in kernels(*collapsing)
+    assert "collapse" in kernels(*collapsing, "--check", code=1)
+    kernels("u-spa", *SMALL, "--no-figure", "--check")
+
+
+@pytest.mark.parametrize("suffix", ["pdf", "svg", "PNG"])
+def test_the_suffix_chooses_the_format(kernels, suffix: str) -> None:
+    kernels("e-spa", *SMALL, "--figure", f"new/picture.{suffix}")
+    assert written() == {f"new/picture.{suffix}"}
+
+
+def test_without_matplotlib_the_table_is_printed(kernels, monkeypatch, capsys) -> None:
+    for module in [
+        name for name in sys.modules if name.startswith(("skipless.cli.kernel_figure", "skipless.analysis.fig"))
+    ]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys, "argv", ["skipless", "kernels", "e-spa", *SMALL])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    seen = capsys.readouterr()
+    assert (stop.value.code or 0) == 0
+    assert "pip install 'skipless[plot]'" in seen.err
+    assert "mean cosine" in seen.out
+
+
+def test_list_names_everything(kernels) -> None:
+    listed = kernels("--list").split()
+    assert {"fig1", "fig7", "alibi", "wikitext103/e-spa", "depth/e-spa-108"} <= set(listed)
+
+
+def test_same_seed_same_sequence(kernels) -> None:
+    words = ("fig1", *SMALL, "--no-figure")
+    assert kernels(*words) == kernels(*words, "--seed", "0") != kernels(*words, "--seed", "1")
+
+
+def test_tables_are_coloured_only_in_a_terminal(monkeypatch) -> None:
+    table = (
+        ["network", "rank", "verdict"],
+        [["a", "1.0", "collapse"], ["b [x]", "12.5", "preserved"]],
+        ["red", "green"],
+    )
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def shown(**settings) -> str:
+        page = io.StringIO()
+        print_table(Console(width=60, file=page, **settings), *table)
+        return page.getvalue()
+
+    assert "\x1b[31mcollapse" in shown(force_terminal=True, color_system="standard")
+    assert "\x1b[31m" not in shown(force_terminal=True, color_system="standard", no_color=True)
+    assert "b [x]" in shown(force_terminal=True)
+    assert shown(force_terminal=False).splitlines()[2] == "b [x]    12.5  preserved"
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(tmp_path / "x.json", b"data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys\nfrom skipless.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n" + (
+        "print(sorted({'torch', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "kernels", "--help"], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    for option in ("--gamma-final", "--json", "--check", "--blocks"):
+        assert option in done.stdout
+
+
+def test_defaults_of_the_paper() -> None:
+    assert InputSignal(0.02, 100, "sample", 0) == paper_kernels.SIGNAL
+    assert ExponentialSPA().gamma_final == paper_kernels.GAMMA_FINAL
