@@ -28,7 +28,7 @@ class ModelConfig:
     """A transformer of the paper or a relative of it. Defaults: vanilla E-SPA, 36 blocks of width 1024.
 
     activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are what is kept,
-    so that loading needs no solver. hidden=0 means attention-only. length is the training length: calibrations and
+    so that loading needs no solver. hidden=0 means attention-only, with no activation to solve. length is the training length: calibrations and
     presets use it, and nothing forbids longer sequences. query_key None means zero-query for SPA, normal otherwise.
     """
 
@@ -66,7 +66,8 @@ class ModelConfig:
         _check_sizes(self)
         _check_choices(self)
         if isinstance(self.activation, str):
-            object.__setattr__(self, "activation", named_activation(self.activation, self.depth, self.mlp_skip))
+            name = self.activation if self.hidden else "identity"
+            object.__setattr__(self, "activation", named_activation(name, self.depth, self.mlp_skip))
 
     @property
     def preserves_signal(self) -> bool:

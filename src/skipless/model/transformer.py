@@ -67,10 +67,23 @@ class Transformer(nn.Module):
         """X_L, the last block's output after the final norm where there is one: (batch, T, width)."""
         placement = self.placement(tokens, layout, past)
         x = self.embed(tokens)
+        self.prepare(past + tokens.shape[1] if layout is None else layout.extent or tokens.shape[1], x)
         for index, block in enumerate(self.each_block()):
             cache = caches[index] if caches is not None else None
             x = block(x, placement, cache) if self.recompute is None else self.recompute(block, x, placement, cache)
         return self.norm(x)
+
+    def prepare(self, length: int, like: Tensor) -> None:
+        """Build every block's shape parts for `length` locations, before any compiled region; cheap when they exist."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        for block in self.each_block():
+            block.layers()[0].parts(length, next(block.parameters()).device, dtype)
+
+    def compile_blocks(self) -> "Transformer":
+        """Compile each block in place, with static shapes. All blocks of a network share one graph."""
+        for block in self.each_block():
+            block.compile(dynamic=False)
+        return self
 
     def each_block(self) -> Iterator[Block]:
         """The blocks, first to last."""

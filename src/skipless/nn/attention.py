@@ -167,8 +167,12 @@ def _serves(parts: ShapeParts, length: int) -> bool:
 
 def _build_parts(shape: AttentionShape, length: int, device: torch.device, dtype: torch.dtype) -> ShapeParts:
     """Parts for at least `length` locations, every vector written out to one stored length."""
-    if not shape.causal or isinstance(shape, DenseShape | RescaledShape):
+    if not shape.causal:
         return ShapeParts.of(shape, length, device, dtype)
+    if isinstance(shape, DenseShape | RescaledShape):
+        # all that is calibrated, at once: decoding would otherwise rebuild the table for every token
+        calibrated = len(shape.matrix if isinstance(shape, DenseShape) else shape.scales)
+        return ShapeParts.of(shape, max(length, calibrated), device, dtype)
     stored = max(_SHORTEST_STORED, 2 ** (length - 1).bit_length())
     parts = ShapeParts.of(shape, stored, device, dtype)
     vectors = {name: t for name, t in parts.tensors().items() if name != "slope" and 1 < len(t) < stored}

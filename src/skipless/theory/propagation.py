@@ -6,6 +6,7 @@ limit, and attention's at any width when its weights are orthogonal (He et al. 2
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Protocol
 
 import numpy as np
@@ -54,16 +55,19 @@ class Attend:
     shape: AttentionShape
 
     def forward(self, kernel: np.ndarray) -> np.ndarray:
-        heads = self._heads(len(kernel))
+        heads = _heads(self.shape, len(kernel))
         return sum(a @ kernel @ a.T for a in heads) / len(heads)
 
     def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-        heads = self._heads(len(kernel))
+        heads = _heads(self.shape, len(kernel))
         return sum(a.T @ gradient @ a for a in heads) / len(heads)
 
-    def _heads(self, length: int) -> np.ndarray:
-        dense = self.shape.dense(length)
-        return dense if dense.ndim == 3 else dense[None]
+
+@lru_cache(maxsize=1)
+def _heads(shape: AttentionShape, length: int) -> np.ndarray:
+    """A per head, (heads, T, T); kept for the next block, which in standard attention has the same."""
+    dense = shape.dense(length)
+    return dense if dense.ndim == 3 else dense[None]
 
 
 @dataclass(frozen=True)

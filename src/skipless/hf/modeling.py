@@ -1,0 +1,188 @@
+"""SkiplessForCausalLM: the native Transformer behind transformers' interface. No mathematics of its own."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, initialization
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from skipless.hf.configuration import SkiplessConfig
+from skipless.hf.inputs import HFLayerCache, check_position_ids, layout_of
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
+
+
+class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
+    """A native language model (`.model`) that transformers can load, save, train, place on devices and generate with.
+
+    Logits equal the native ones bit for bit. lm_head.weight is the embedding itself: the native unembedding is tied.
+    Attention runs as the native model chooses (impl="auto"), whatever attn_implementation says.
+    """
+
+    config_class = SkiplessConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012  (transformers' own form)
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = False
+
+    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
+        super().__init__(config)
+        settings = config.native()
+        _check_supported(config, settings)
+        self.model = Transformer(settings) if native is None else native
+        self.lm_head = nn.Linear(settings.width, settings.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = self.model.embedding.weight
+        self.gradient_checkpointing = False
+        for parameter in self.model.parameters():
+            # the native constructor has initialised them: post_init would do so a second time
+            vars(parameter)["_is_hf_initialized"] = not parameter.is_meta
+        self.post_init()
+
+    @classmethod
+    def from_native(cls, model: Transformer, tokenizer: Any = None) -> "SkiplessForCausalLM":
+        """The wrapper of a native model, whose parameters it shares; special token ids come from the tokenizer."""
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        ids = {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
+        config = SkiplessConfig.from_native(model.config, dtype=model.embedding.weight.dtype, **ids)
+        wrapper = cls(config, native=model)
+        return wrapper.train(model.training)
+
+    def forward(  # noqa: PLR0913  (transformers' signature)
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits, and the next-token loss where labels (−100: ignored) are given; labels are shifted here.
+
+        attention_mask (batch, past + T) may pad anywhere. position_ids are implied by it: others are an error.
+        output_hidden_states gives depth + 1 tensors: the embedding, then each block's output, the last after the norm.
+        """
+        _refuse(kwargs)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        cache = self._cache(past_key_values, use_cache)
+        with _recording(self.model, bool(wanted)) as states:
+            hidden = self._hidden(input_ids, attention_mask, position_ids, cache)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        if wanted:
+            output["hidden_states"] = (*states[:-1], hidden)
+        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
+        return output.to_tuple() if as_tuple else output
+
+    def _hidden(
+        self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        past = cache.get_seq_length() if cache is not None else 0
+        layout = layout_of(tokens, attention_mask, past)
+        if position_ids is not None:
+            check_position_ids(position_ids, tokens, layout, past)
+        caches = None
+        if cache is not None:
+            slots = past + tokens.shape[1]
+            caches = [HFLayerCache(cache, index, slots) for index in range(len(self.model.blocks))]
+        checkpointing = self.gradient_checkpointing and self.training
+        self.model.recompute = self._gradient_checkpointing_func if checkpointing else None
+        return self.model.hidden(tokens, layout=layout, caches=caches, past=past)
+
+    def _cache(self, given: Cache | None, use_cache: bool | None) -> Cache | None:
+        """The cache to fill: the one given, or a new one where it is wanted, by default outside training.
+
+        Gradient checkpointing runs a block twice, which would fill it twice.
+        """
+        if self.gradient_checkpointing and self.training:
+            if given is not None:
+                raise ValueError("past_key_values with gradient checkpointing in training: use one or the other")
+            return None
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return DynamicCache(config=self.config) if use_cache and given is None else given
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embedding = cast(nn.Embedding, value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """As in transformers; the native config follows."""
+        embedding = super().resize_token_embeddings(*args, **kwargs)
+        self.model.config = self.model.config.replace(vocab_size=embedding.num_embeddings)
+        return embedding
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialise what a checkpoint lacked by the native rules, which need the whole network; keep the rest."""
+        named = dict(self.model.named_parameters())
+        loaded = {name: p for name, p in named.items() if getattr(p, "_is_hf_initialized", False)}
+        if len(loaded) == len(named):
+            return
+        kept = {name: p.detach().clone() for name, p in loaded.items()}
+        self.model.reset_parameters()
+        for name, value in kept.items():
+            named[name].copy_(value)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Rows that resize_token_embeddings adds; everything else is initialised by the native model."""
+        if isinstance(module, nn.Embedding | nn.Linear):
+            initialization.normal_(module.weight, mean=0.0, std=self.config.width**-0.5)
+
+
+@contextmanager
+def _recording(model: Transformer, wanted: bool) -> Generator[list[Tensor]]:
+    """While open, the list takes what enters the first block and leaves each one."""
+    states: list[Tensor] = []
+    hooks = []
+    if wanted:
+        hooks.append(model.blocks[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])))
+        hooks.extend(block.register_forward_hook(lambda _, __, out: states.append(out)) for block in model.blocks)
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    """Arguments of other models that would change the result if they were ignored."""
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds is given; skipless models read input_ids")
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: attention matrices are never formed; use skipless.analysis to see them"
+        )
+
+
+def _check_supported(config: SkiplessConfig, settings: ModelConfig) -> None:
+    if settings.head != "lm":
+        raise ValueError(f"head is {settings.head!r}; SkiplessForCausalLM wraps language models: head='lm'")
+    if not config.tie_word_embeddings:
+        raise ValueError(
+            "tie_word_embeddings is False; skipless models share the embedding with the unembedding: use True"
+        )

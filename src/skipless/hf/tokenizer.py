@@ -1,0 +1,160 @@
+"""Tokenizers that travel with a model: a SentencePiece unigram file, or plain bytes, as a fast tokenizer."""
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_UNMATCHABLE = -1e4
+_SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class SentencePieceFile:
+    """What a unigram .model file says: pieces as (text, score, type), and how text is normalised."""
+
+    pieces: list[tuple[str, float, int]]
+    charsmap: bytes = b""
+    add_dummy_prefix: bool = True
+    remove_extra_whitespaces: bool = True
+    byte_fallback: bool = False
+
+    @classmethod
+    def read(cls, path: str | Path) -> "SentencePieceFile":
+        """Read the protocol buffer. sentencepiece's own reader hides the normaliser; transformers' needs protobuf."""
+        try:
+            top = list(_fields(Path(path).read_bytes()))
+            pieces = [_piece(body) for number, body in top if number == 1]
+            trainer = dict(pair for number, body in top if number == 2 for pair in _fields(body))
+            normaliser = dict(pair for number, body in top if number == 3 for pair in _fields(body))
+        except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError, struct.error) as error:
+            raise ValueError(f"{path} is not a SentencePiece model file: {error!r}") from error
+        if not pieces or trainer.get(3, 1) != 1:
+            kind = {2: "BPE", 3: "word", 4: "character"}.get(trainer.get(3, 1), "empty")
+            raise ValueError(f"{path} is a SentencePiece model of kind {kind}; only unigram models are exported")
+        if trainer.get(24, 0) or not normaliser.get(5, 1):
+            raise ValueError(f"{path} keeps whitespace as a suffix or unescaped; only the usual ▁ prefix is exported")
+        return cls(
+            pieces,
+            normaliser.get(2, b""),
+            bool(normaliser.get(3, 1)),
+            bool(normaliser.get(4, 1)),
+            bool(trainer.get(35, 0)),
+        )
+
+    def named(self, kind: int) -> list[str]:
+        """Pieces of one type: unknown (2), control (3) or user-defined (4)."""
+        return [text for text, _, own in self.pieces if own == kind]
+
+
+def sentencepiece_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """A unigram SentencePiece file as a fast tokenizer with the same ids, no special tokens added.
+
+    Special tokens in text are text, as in SentencePiece (split_special_tokens). Padding is on the left and uses <unk>,
+    which byte fallback never produces.
+    """
+    file = SentencePieceFile.read(path)
+    unknown = [index for index, piece in enumerate(file.pieces) if piece[2] == _UNKNOWN]
+    if len(unknown) != 1:
+        raise ValueError(f"{path} has {len(unknown)} unknown pieces; a SentencePiece model has one")
+    # only normal pieces match text; a low score says so to tokenizers, which matches every piece
+    vocabulary = [
+        (text, score if kind in (_NORMAL, _USER_DEFINED) else _UNMATCHABLE) for text, score, kind in file.pieces
+    ]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=unknown[0], byte_fallback=file.byte_fallback))
+    tokenizer.normalizer = _normaliser(file)
+    if absent := _absent_characters(file):
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, absent))), "isolated")
+    strip = [decoders.Strip(" ", left=1, right=0)] if file.add_dummy_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    control, unk = file.named(_CONTROL), file.pieces[unknown[0]][0]
+    special = {name: token for name, token in (("bos_token", "<s>"), ("eos_token", "</s>")) if token in control}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token=unk,
+        pad_token="<pad>" if "<pad>" in control else unk,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """UTF-8 bytes as tokens 0 … 255, without special tokens."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # ByteLevel writes byte b as one printable character: its own, or the next free one from U+0100 on
+    vocabulary = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", clean_up_tokenization_spaces=False)
+
+
+def export_tokenizer(sentencepiece_file: str | Path, folder: str | Path) -> PreTrainedTokenizerFast:
+    """Write the tokenizer beside a saved model, where AutoTokenizer.from_pretrained(folder) finds it offline."""
+    tokenizer = sentencepiece_tokenizer(sentencepiece_file)
+    tokenizer.save_pretrained(str(folder))
+    return tokenizer
+
+
+def _absent_characters(file: SentencePieceFile) -> list[str]:
+    """Characters of pieces such as <s> that no normal piece contains. Set apart in the text, they keep those pieces
+    from matching where the low score cannot: against unknown characters, which score lower still. They become bytes one
+    by one all the same; without byte fallback, neighbours would have to merge into one <unk>."""
+    texts: dict[bool, set[str]] = {True: set(), False: set()}
+    for text, _, kind in file.pieces:
+        texts[kind in (_NORMAL, _USER_DEFINED)].update(text)
+    return sorted(texts[False] - texts[True]) if file.byte_fallback else []
+
+
+def _normaliser(file: SentencePieceFile) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(file.charsmap)] if file.charsmap else []
+    if file.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps += [normalizers.Prepend(_SPACE)] if file.add_dummy_prefix else []
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+
+
+def _piece(body: bytes) -> tuple[str, float, int]:
+    fields = dict(_fields(body))
+    return fields[1].decode(), struct.unpack("<f", fields.get(2, bytes(4)))[0], fields.get(3, _NORMAL)
+
+
+def _fields(body: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of a protocol buffer message: an integer, or the raw bytes of anything else.
+
+    Which of the two a number has is the file format's word; a file that breaks it raises TypeError where it is used.
+    """
+    at = 0
+    while at < len(body):
+        key, at = _varint(body, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(body, at)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            size, at = _varint(body, at)
+        else:
+            size = {1: 8, 5: 4}[kind]
+        yield key >> 3, body[at : at + size]
+        at += size
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = body[at]
+        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+        if byte < 128:
+            return value, at

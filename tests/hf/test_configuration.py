@@ -1,0 +1,49 @@
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from skipless.hf import SkiplessConfig
+from skipless.model.config import ModelConfig
+from skipless.model.presets import preset
+from skipless.theory.schemes import UniformSPA
+
+
+@pytest.mark.parametrize("name", ["wikitext103/e-spa", "wikitext103/pre-ln", "c4/u-spa-skip", "c4/v-skipinit-tat"])
+def test_a_native_config_survives_the_wrapper_and_the_disk(name, tmp_path):
+    native = preset(name)
+    SkiplessConfig.from_native(native, eos_token_id=2).save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, SkiplessConfig)
+    assert (loaded.native(), loaded.eos_token_id) == (native, 2)
+
+
+def test_the_file_is_plain_json_with_every_native_field(tmp_path):
+    SkiplessConfig(width=64, heads=4).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    expected = json.loads(ModelConfig(width=64, heads=4).to_json())
+    assert {name: saved[name] for name in expected} == expected
+    assert saved["model_type"] == "skipless"
+
+
+def test_the_default_is_the_native_default():
+    assert SkiplessConfig().native() == ModelConfig()
+
+
+def test_fields_may_be_native_objects_or_transformers_names():
+    config = SkiplessConfig(hidden_size=64, num_hidden_layers=8, num_attention_heads=4, scheme=UniformSPA(0.5))
+    native = config.native()
+    assert (native.width, native.depth, native.heads, native.scheme) == (64, 8, 4, UniformSPA(0.5))
+    assert (config.hidden_size, config.num_key_value_heads, config.max_position_embeddings) == (64, 4, 512)
+
+
+def test_changed_attributes_are_checked_by_the_native_config(tmp_path):
+    SkiplessConfig(width=64, heads=4).save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, rope_base=5e5).native().rope_base == 5e5
+    with pytest.raises(ValueError, match="not a multiple of heads"):
+        AutoConfig.from_pretrained(tmp_path, width=65).native()
+
+
+def test_a_slip_in_a_name_is_an_error():
+    with pytest.raises(ValueError, match="did you mean 'kv_heads'"):
+        SkiplessConfig(kv_head=2)

@@ -1,0 +1,157 @@
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from skipless.hf import SkiplessConfig, SkiplessForCausalLM
+from skipless.model.transformer import Transformer
+from skipless.ops.layout import Layout
+
+
+@torch.no_grad()
+def test_logits_equal_the_native_ones_bit_for_bit(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native)
+    assert wrapped.dtype == torch.float32
+    assert torch.equal(wrapped(tokens).logits, any_native(tokens))
+    assert torch.equal(wrapped(tokens, attention_mask=torch.ones_like(tokens)).logits, any_native(tokens))
+
+
+def test_the_wrapper_shares_the_native_parameters(wrapped, native):
+    assert wrapped.model is native
+    assert wrapped.lm_head.weight is native.embedding.weight
+    assert {p.data_ptr() for p in wrapped.parameters()} == {p.data_ptr() for p in native.parameters()}
+
+
+def test_building_from_a_config_initialises_as_the_native_model_does(native):
+    torch.manual_seed(3)
+    fresh = SkiplessForCausalLM(SkiplessConfig.from_native(native.config))
+    torch.manual_seed(3)
+    for name, value in Transformer(native.config).state_dict().items():
+        assert torch.equal(value, fresh.model.state_dict()[name]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_mask_equals_the_native_layout_and_each_row_alone(any_native, tokens, side):
+    wrapped = SkiplessForCausalLM.from_native(any_native)
+    mask = torch.ones_like(tokens)
+    gaps = (slice(0, 5), slice(0, 11)) if side == "left" else (slice(15, None), slice(9, None))
+    mask[0, gaps[0]] = mask[2, gaps[1]] = 0
+    logits = wrapped(tokens, attention_mask=mask).logits
+    assert torch.equal(logits, any_native(tokens, layout=Layout.left_padded(mask)))
+    for row in range(3):
+        real = mask[row] == 1
+        torch.testing.assert_close(logits[row, real], any_native(tokens[row : row + 1, real])[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_cache_continues_with_and_without_padding(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native).double()
+    for mask in (None, torch.ones_like(tokens)):
+        if mask is not None:
+            mask[1, :6] = 0
+        whole = wrapped(tokens, attention_mask=mask, use_cache=False)
+        cache = wrapped(tokens[:, :8], attention_mask=None if mask is None else mask[:, :8]).past_key_values
+        parts = []
+        for end in (9, 15, 20):
+            part = None if mask is None else mask[:, :end]
+            start = cache.get_seq_length()
+            parts.append(wrapped(tokens[:, start:end], attention_mask=part, past_key_values=cache).logits)
+        assert whole.past_key_values is None
+        torch.testing.assert_close(torch.cat(parts, 1), whole.logits[:, 8:], rtol=0, atol=1e-10)
+
+
+def test_the_loss_is_next_token_cross_entropy(wrapped, tokens):
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    loss = wrapped(tokens, labels=labels).loss
+    logits = wrapped.model(tokens)[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_gradient_checkpointing_gives_equal_gradients(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native).double().train()
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    wrapped(tokens, attention_mask=mask, labels=tokens).loss.backward()
+    plain = {name: p.grad.clone() for name, p in wrapped.named_parameters()}
+    wrapped.zero_grad()
+    wrapped.gradient_checkpointing_enable()
+    calls = []
+    handle = wrapped.model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    wrapped(tokens, attention_mask=mask, labels=tokens).loss.backward()
+    handle.remove()
+    assert len(calls) == 2
+    for name, p in wrapped.named_parameters():
+        assert torch.equal(p.grad, plain[name]), name
+    with pytest.raises(ValueError, match="one or the other"):
+        wrapped(tokens, past_key_values=DynamicCache())
+    wrapped.gradient_checkpointing_disable()
+    wrapped(tokens)
+    assert wrapped.model.recompute is None
+
+
+@torch.no_grad()
+def test_hidden_states_run_from_the_embedding_to_the_final_norm(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native)
+    states = wrapped(tokens, output_hidden_states=True).hidden_states
+    assert len(states) == any_native.config.depth + 1
+    assert torch.equal(states[0], any_native.embed(tokens))
+    assert torch.equal(states[-1], any_native.hidden(tokens))
+    assert wrapped(tokens).hidden_states is None
+    assert torch.equal(wrapped(tokens, return_dict=False)[0], any_native(tokens))
+
+
+@torch.no_grad()
+def test_logits_to_keep(wrapped, tokens):
+    full = wrapped(tokens).logits
+    torch.testing.assert_close(wrapped(tokens, logits_to_keep=2).logits, full[:, -2:])
+    torch.testing.assert_close(wrapped(tokens, logits_to_keep=torch.tensor([3, 5])).logits, full[:, [3, 5]])
+
+
+def test_position_ids_must_be_those_of_mask_and_cache(wrapped, tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    right = (mask.cumsum(1) - 1).clamp(min=1)
+    right[1:] = torch.arange(20)
+    right[0, 4] = 0
+    with torch.no_grad():
+        expected = wrapped(tokens, attention_mask=mask).logits
+        assert torch.equal(wrapped(tokens, attention_mask=mask, position_ids=right).logits, expected)
+        wrapped(tokens, position_ids=torch.arange(20)[None])
+        wrong = torch.arange(20).repeat(3, 1)
+        wrong[1, 2] = 9
+        with pytest.raises(ValueError, match=r"position_ids\[1, 2\] is 9"):
+            wrapped(tokens, position_ids=wrong)
+        with pytest.raises(ValueError, match="stands at 0"):
+            wrapped(tokens, attention_mask=mask, position_ids=torch.arange(20)[None])
+
+
+def test_what_cannot_be_honoured_is_refused(wrapped, tokens):
+    with pytest.raises(ValueError, match=r"must be \(3, 20\)"):
+        wrapped(tokens, attention_mask=torch.ones(3, 19))
+    with pytest.raises(ValueError, match=r"must be \(3, 20\)"):
+        wrapped(tokens, attention_mask=torch.ones(3, 1, 20, 20))
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        wrapped(tokens, inputs_embeds=torch.zeros(3, 20, 32))
+    with pytest.raises(ValueError, match="never formed"):
+        wrapped(tokens, output_attentions=True)
+    with torch.no_grad(), pytest.raises(ValueError, match="DynamicCache"):
+        wrapped(tokens, past_key_values=StaticCache(config=wrapped.config, max_cache_len=64))
+    settings = wrapped.config.to_dict()
+    with pytest.raises(ValueError, match="head='lm'"):
+        SkiplessForCausalLM(SkiplessConfig(**{**settings, "head": "token", "classes": 3}))
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        SkiplessForCausalLM(SkiplessConfig(**{**settings, "tie_word_embeddings": False}))
+
+
+@torch.no_grad()
+def test_resized_embeddings_stay_tied_and_keep_old_rows(wrapped, tokens):
+    before = wrapped(tokens).logits
+    wrapped.resize_token_embeddings(70, mean_resizing=False)
+    assert wrapped.lm_head.weight is wrapped.model.embedding.weight
+    assert wrapped.config.vocab_size == wrapped.model.config.vocab_size == 70
+    after = wrapped(tokens).logits
+    torch.testing.assert_close(after[..., :60], before)
+    assert torch.equal(after, wrapped.model(tokens))
+    assert 0.5 < wrapped.lm_head.weight[60:].std() * 32**0.5 < 1.5

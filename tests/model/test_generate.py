@@ -1,0 +1,112 @@
+import pytest
+import torch
+
+from skipless.model.config import ModelConfig
+from skipless.model.generate import Sampling, generate, stream
+from skipless.model.transformer import Transformer
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    fields = {"vocab_size": 50, "width": 32, "depth": 4, "heads": 4, "length": 16, "activation": "gelu"}
+    model = Transformer(ModelConfig(**fields)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture
+def prompt() -> torch.Tensor:
+    return torch.randint(0, 50, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def without_cache(model: Transformer, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+    for _ in range(steps):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(dim=-1)], dim=1)
+    return tokens
+
+
+def test_greedy_is_the_default_and_equals_full_forwards_beyond_the_training_length(model, prompt):
+    assert torch.equal(generate(model, prompt, 20), without_cache(model, prompt, 20))
+
+
+def test_stream_yields_what_generate_returns(model, prompt):
+    sampling = Sampling(top_k=5)
+    whole = generate(model, prompt, 6, sampling=sampling, seed=3)
+    assert torch.equal(torch.stack(list(stream(model, prompt, 6, sampling=sampling, seed=3)), dim=1), whole[:, 7:])
+
+
+def test_left_padded_prompts_continue_as_if_alone(model, prompt):
+    mask = torch.ones_like(prompt)
+    mask[0, :4] = mask[2, :1] = 0
+    together = generate(model, prompt, 15, attention_mask=mask)
+    for row, start in enumerate((4, 0, 1)):
+        assert torch.equal(together[row, 7:], generate(model, prompt[row : row + 1, start:], 15)[0, -15:])
+
+
+def test_a_row_repeats_its_stop_token_until_all_have_stopped(model, prompt):
+    free = generate(model, prompt, 12)[:, 7:]
+    stop = {int(free[0, 2]), int(free[1, 5])}
+    stopped = generate(model, prompt, 12, stop=stop)[:, 7:]
+    for row in range(3):
+        ends = [i for i, token in enumerate(free[row].tolist()) if token in stop]
+        end = ends[0] if ends else 11
+        assert torch.equal(stopped[row, : end + 1], free[row, : end + 1])
+        assert (stopped[row, end:] == stopped[row, end]).all()
+    assert generate(model, prompt[:1], 12, stop={int(free[0, 0])}).shape[1] == 8
+
+
+def test_a_seed_repeats_and_leaves_the_global_generator_alone(model, prompt):
+    state = torch.get_rng_state()
+    first = generate(model, prompt, 8, sampling=Sampling(), seed=5)
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(first, generate(model, prompt, 8, sampling=Sampling(), seed=torch.Generator().manual_seed(5)))
+    assert not torch.equal(first, generate(model, prompt, 8, sampling=Sampling(), seed=6))
+
+
+def test_top_k_and_top_p_keep_the_likeliest_and_renormalise():
+    logits = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.1, 0.15, 0.7, 0.05]], dtype=torch.float64).log()
+    kept = Sampling(top_k=1).probabilities(logits)
+    assert torch.equal(kept, torch.tensor([[1.0, 0, 0, 0], [0, 0, 1.0, 0]], dtype=torch.float64))
+    nucleus = Sampling(top_p=0.69).probabilities(logits)
+    expected = torch.tensor([[5 / 7, 2 / 7, 0, 0], [0, 0, 1.0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(nucleus, expected)
+    torch.testing.assert_close(Sampling(top_p=1.0).probabilities(logits), logits.exp())
+    torch.testing.assert_close(
+        Sampling(temperature=0.5).probabilities(logits)[0], torch.tensor([25.0, 4, 4, 1]).double() / 34
+    )
+
+
+def test_sampling_follows_its_probabilities():
+    logits = torch.tensor([0.6, 0.3, 0.1]).log().expand(20_000, 3)
+    picks = Sampling().pick(logits, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(picks.bincount() / 20_000, torch.tensor([0.6, 0.3, 0.1]), rtol=0, atol=0.015)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"temperature": -1.0}, "at least 0"), ({"top_k": 0}, "at least 1"), ({"top_p": 1.5}, r"\(0, 1\]")],
+)
+def test_bad_sampling_is_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        Sampling(**fields)
+
+
+def test_bad_arguments_are_refused_before_the_first_step(model, prompt):
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        stream(model, prompt, 0)
+    with pytest.raises(ValueError, match="is this its tokenizer"):
+        stream(model, prompt + 50, 1)
+    with pytest.raises(ValueError, match="stop token 50"):
+        stream(model, prompt, 1, stop=[50])
+    mask = torch.ones_like(prompt)
+    mask[1, -1] = 0
+    with pytest.raises(ValueError, match=r"rows \[1\] end in padding"):
+        stream(model, prompt, 1, attention_mask=mask)
+    with pytest.raises(ValueError, match="they must agree"):
+        stream(model, prompt, 1, attention_mask=mask[:, 1:])
+    with pytest.raises(ValueError, match="at least one"):
+        stream(model, prompt[:, :0], 1)
