@@ -1,0 +1,262 @@
+"""`skipless eval`: loss, perplexity and bits per byte of a model on text, and its zero-shot accuracy on tasks."""
+
+import dataclasses
+import json
+import math
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from skipless.train.evaluate import EvalResult
+    from skipless.train.subject import Subject
+    from skipless.train.tasks import TaskResult
+
+
+class Backend(StrEnum):
+    """Who scores the tasks."""
+
+    BUILTIN = "builtin"
+    LM_EVAL = "lm-eval"
+
+
+class Precision(StrEnum):
+    """What the model computes in."""
+
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to evaluate, whatever is evaluated."""
+
+    length: int
+    stride: int | None
+    separate: bool
+    max_tokens: int | None
+    limit: int | None
+    device: str
+    precision: Any
+    download: bool
+
+
+_TEXT, _TASKS, _HOW = "Text", "Tasks", "How"
+
+
+def _option(text: str, panel: str, *names: str):
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+
+
+Model = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one written by save_pretrained.")]
+Corpus = Annotated[
+    str | None, _option("A file, folder, glob, prepared folder or named corpus (the run's own data).", _TEXT)
+]
+Stride = Annotated[int | None, _option("Tokens scored per window; fewer give each more context (all).", _TEXT)]
+Separate = Annotated[bool, _option("Score each document by itself, not joined.", _TEXT, "--separate")]
+MaxTokens = Annotated[int | None, _option("Tokens of text to score (all).", _TEXT)]
+Tasks = Annotated[str | None, _option("boolq,hellaswag,winogrande,piqa,siqa, or all.", _TASKS)]
+TasksFolder = Annotated[Path | None, _option("Folder of the tasks' .jsonl files, plain or packed.", _TASKS)]
+Limit = Annotated[int | None, _option("Questions per task (all).", _TASKS)]
+BackendName = Annotated[Backend, _option("Our own scorer (builtin), or lm-eval.", _TASKS)]
+Length = Annotated[int | None, _option("Tokens the model sees at once (its training length).", _HOW)]
+TokenizerName = Annotated[str | None, _option("A .model file, prepared folder or 'bytes' (the model's own).", _HOW)]
+Device = Annotated[str | None, _option("cpu, cuda, … (a GPU where there is one).", _HOW)]
+PrecisionName = Annotated[Precision | None, _option("bf16 or fp32 (bf16 on a GPU).", _HOW)]
+Download = Annotated[bool, _option("Allow the network, for data on the hub.", _HOW, "--download")]
+JsonFile = Annotated[Path | None, _option("Results as data; - is standard output.", _HOW, "--json")]
+
+
+def command(  # noqa: PLR0913  (each option of a command is one parameter)
+    model: Model,
+    corpus: Corpus = None,
+    stride: Stride = None,
+    separate: Separate = False,
+    max_tokens: MaxTokens = None,
+    tasks: Tasks = None,
+    tasks_folder: TasksFolder = None,
+    limit: Limit = None,
+    backend: BackendName = Backend.BUILTIN,
+    length: Length = None,
+    tokenizer: TokenizerName = None,
+    device: Device = None,
+    precision: PrecisionName = None,
+    download: Download = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Evaluate a trained model on text and on zero-shot tasks.
+
+    With neither --corpus nor --tasks: on the validation text of the data the run was trained on.
+    """
+    from skipless.cli.output import check_target
+
+    if json_file is not None and str(json_file) != "-":
+        check_target(json_file)
+    subject, place = _load(model, tokenizer, device)
+    typer.echo(f"weights: {subject.origin}", err=True)
+    options = Options(
+        length or subject.model.config.length, stride, separate, max_tokens, limit, place, precision, download
+    )
+    texts = {} if tasks and corpus is None else _texts(subject, corpus, options)
+    scores = _tasks(subject, tasks, tasks_folder, backend, options) if tasks else {}
+    if str(json_file) != "-":
+        _print(texts, scores)
+    if json_file is not None:
+        _write(json_file, _record(subject.origin, options, texts, scores, backend))
+
+
+def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[Subject, str]":
+    import torch
+    from transformers.utils import logging
+
+    from skipless.train.subject import load_subject
+
+    logging.disable_progress_bar()
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if place.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch sees no GPU; use --device cpu")
+    subject = load_subject(path, tokenizer)
+    subject.model.to(place)
+    return subject, place
+
+
+def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[str, EvalResult]":
+    """The result on one text, by its name."""
+    from skipless.data.store import MANIFEST
+    from skipless.train.evaluate import Windowing, evaluate_text, held_out_texts
+
+    if corpus is None:
+        if subject.validation is None:
+            raise ValueError("nothing to evaluate on: this model comes without prepared data; give --corpus or --tasks")
+        return {str(subject.validation[0]): _prepared(subject, *subject.validation, options)}
+    if (Path(corpus) / MANIFEST).is_file():
+        return {corpus: _prepared(subject, Path(corpus), "valid", options)}
+    result = evaluate_text(
+        subject.model,
+        subject.tokenizer,
+        held_out_texts(corpus, options.download),
+        Windowing(options.length, options.stride, options.separate),
+        max_tokens=options.max_tokens,
+        precision=options.precision,
+    )
+    return {corpus: result}
+
+
+def _prepared(subject: "Subject", folder: Path, split: str, options: Options) -> "EvalResult":
+    from skipless.data.loader import TokenLoader
+    from skipless.data.store import TokenStore
+    from skipless.train.evaluate import evaluate_loss
+    from skipless.train.scoring import BATCH_TOKENS
+
+    if options.stride is not None or options.separate:
+        raise ValueError(
+            f"--stride and --separate cut text, and {folder} holds tokens; name the text itself with --corpus"
+        )
+    store = TokenStore(folder, split)
+    store.check_tokenizer(subject.tokenizer)
+    loader = TokenLoader(store, options.length, max(1, BATCH_TOKENS // options.length))
+    return evaluate_loss(subject.model, loader, max_tokens=options.max_tokens, precision=options.precision)
+
+
+def _tasks(
+    subject: "Subject", names: str, folder: Path | None, backend: Backend, options: Options
+) -> "dict[str, TaskResult]":
+    from skipless.train.tasks import hub_records, local_records, questions, score_tasks, task_names
+
+    chosen = task_names(names)
+    records = {
+        name: hub_records(name, options.download) if folder is None else local_records(name, folder) for name in chosen
+    }
+    if backend is Backend.LM_EVAL:
+        from skipless.train.lm_eval_bridge import run_lm_eval
+
+        if options.precision is not None:
+            raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
+        for each in records.values():
+            next(each, None)  # what is missing is said before lm-eval is loaded
+        return run_lm_eval(subject.model, subject.tokenizer, chosen, folder, limit=options.limit, length=options.length)
+    asked = {name: questions(name, records[name], options.limit) for name in chosen}
+    return score_tasks(
+        subject.model, subject.tokenizer, asked, length=options.length, precision=options.precision, done=_say
+    )
+
+
+def _say(result: "TaskResult") -> None:
+    typer.echo(f"{result.task}: {result.questions} questions answered", err=True)
+
+
+def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> None:
+    from rich.console import Console
+
+    from skipless.cli.output import print_table
+
+    console = Console()
+    if texts:
+        head = ("text", "loss", "perplexity", "bits/byte", "tokens", "bytes")
+        rows = [
+            (
+                name,
+                _number(r.loss),
+                _number(r.perplexity),
+                _number(r.bits_per_byte),
+                f"{r.tokens:,}",
+                f"{r.bytes or 0:,}",
+            )
+            for name, r in texts.items()
+        ]
+        print_table(console, head, rows, [""] * len(rows))
+    if texts and scores:
+        console.print()
+    if scores:
+        head = ("task", "accuracy", "±", "normalised", "±", "questions", "truncated")
+        rows = [
+            (
+                name,
+                *map(_percent, (r.accuracy, r.accuracy_stderr, r.normalised, r.normalised_stderr)),
+                f"{r.questions:,}",
+                "-" if r.truncated is None else f"{r.truncated:,}",
+            )
+            for name, r in scores.items()
+        ]
+        print_table(console, head, rows, [""] * len(rows))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if value >= 1000 else f"{value:.4f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _record(
+    origin: str,
+    options: Options,
+    texts: "dict[str, EvalResult]",
+    scores: "dict[str, TaskResult]",
+    backend: Backend,
+) -> dict[str, Any]:
+    """Everything as plain data; what is not finite becomes null, since JSON has no word for it."""
+    plain = {
+        "weights": origin,
+        "options": dataclasses.asdict(options),
+        "texts": {name: dataclasses.asdict(result) for name, result in texts.items()},
+        "backend": backend.value if scores else None,
+        "tasks": {name: dataclasses.asdict(result) for name, result in scores.items()},
+    }
+    for result in plain["texts"].values():
+        result.update({key: None for key, value in result.items() if value is not None and not math.isfinite(value)})
+    return plain
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    from skipless.cli.output import write_whole
+
+    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+    else:
+        write_whole(path, text.encode())

@@ -1,0 +1,77 @@
+"""`skipless prepare`: from a corpus to token shards."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from skipless.data.training import TokenizerChoice
+
+
+def command(  # noqa: PLR0913  (each option of a command is one parameter)
+    corpus: Annotated[
+        str, typer.Argument(help="stdlib, wikitext-103, c4, or a file, folder or quoted glob.")
+    ] = "stdlib",
+    out: Annotated[Path | None, typer.Option(help="Folder for the shards; by default data/CORPUS-VOCAB.")] = None,
+    vocab: Annotated[int, typer.Option(help="Pieces of the SentencePiece tokenizer to train.")] = 32_000,
+    tokenizer: Annotated[Path | None, typer.Option(help="Use this SentencePiece .model; train none.")] = None,
+    bytes_: Annotated[bool, typer.Option("--bytes", help="Use the 256 byte values as tokens.")] = False,
+    valid: Annotated[str | None, typer.Option(help="Validation text: a corpus of its own.")] = None,
+    valid_fraction: Annotated[float | None, typer.Option(help="Share of documents to hold out, by their hash.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Threads that tokenise; by default all cores.")] = None,
+    sample_mb: Annotated[float, typer.Option(help="Text to train the tokenizer on, in MB.")] = 64.0,
+    shard_mb: Annotated[float, typer.Option(help="Text per shard, in million characters.")] = 64.0,
+    text_field: Annotated[str, typer.Option(help="Field of .jsonl and .parquet that holds the text.")] = "text",
+    invalid_utf8: Annotated[str, typer.Option(help="At bytes that are not UTF-8: error, or replace.")] = "error",
+    download: Annotated[bool, typer.Option("--download", help="Allow the network, for wikitext-103 and c4.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start over in a folder with other options.")] = False,
+) -> None:
+    """Turn text into token shards: train a tokenizer, tokenise with all cores, write a manifest.
+
+    Can be stopped at any time and run again; a finished folder is checked and left as it is.
+    """
+    from skipless.data.formats import Reading
+    from skipless.data.prepare import Preparation
+
+    reading = Reading(text_field, cast(Literal["error", "replace"], invalid_utf8))
+    choice, label = _choice(bytes_, tokenizer, vocab, sample_mb)
+    plan = Preparation(corpus, choice, valid, valid_fraction, shard_mb, reading, download)
+    folder = out or default_folder(corpus, label)
+    _run(plan, folder, workers, force)
+
+
+def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> tuple["TokenizerChoice", str]:
+    from skipless.data.training import Bytes, FileTokenizer, TrainUnigram
+
+    if as_bytes and file:
+        raise ValueError("--bytes and --tokenizer exclude each other: give one")
+    if as_bytes:
+        return Bytes(), "bytes"
+    if file:
+        return FileTokenizer(file), file.stem
+    return TrainUnigram(vocab, sample_mb), str(vocab)
+
+
+def _run(plan, folder: Path, workers: int | None, force: bool) -> None:
+    from skipless.data.prepare import prepare
+    from skipless.data.progress import Progress
+
+    try:
+        prepare(plan, folder, workers, force, Progress())
+    except KeyboardInterrupt:
+        typer.echo(f"skipless: stopped; finished shards in {folder} are kept: run the same command to resume", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(folder)
+
+
+def default_folder(corpus: str, vocabulary: str) -> Path:
+    """Where shards go unless said otherwise: data/stdlib-32000."""
+    path = Path(corpus)
+    if path.is_dir():
+        name = path.resolve().name
+    elif any(character in corpus for character in "*?["):
+        name = path.resolve().parent.name
+    else:
+        name = path.name.split(".")[0]
+    return Path("data") / f"{name or 'corpus'}-{vocabulary}"

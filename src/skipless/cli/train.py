@@ -1,0 +1,66 @@
+"""`skipless train RECIPE`: prepare the data if need be, train, and go on after any interruption."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe such as wikitext103/e-spa (see --list), or an experiment.json.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/RECIPE.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder made by `skipless prepare`.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Any field: --set train.steps=500.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in the folder stopped.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write TensorBoard event files.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the whole configuration and stop.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Print all recipe names and stop.")] = False,
+) -> None:
+    """Train a network. Kill it at any moment and repeat the command with --resume."""
+    from skipless.recipes import names
+
+    if list_:
+        print("\n".join(names()))
+        return
+    if not recipe:
+        raise ValueError("name a recipe, such as wikitext103/e-spa; `skipless train --list` shows all")
+    experiment = chosen(recipe, data, set_ or [])
+    if show:
+        print(experiment.to_json())
+        return
+    _run(experiment, out or Path("runs") / experiment.name, resume, device, tensorboard)
+
+
+def chosen(name: str, data: Path | None, assignments: list[str]):
+    """The experiment that the arguments describe."""
+    from skipless.recipes import recipe
+    from skipless.train.config import Experiment
+
+    path = Path(name)
+    experiment = Experiment.from_json(path.read_text()) if path.suffix == ".json" else recipe(name)
+    folder = [f"data.folder={data}"] if data is not None else []
+    return experiment.override(*folder, *assignments)
+
+
+def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:
+    from skipless.recipes.data import with_data
+    from skipless.train.divergence import Diverged
+    from skipless.train.loop import train
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    experiment = with_data(experiment)
+    try:
+        result = train(experiment, out, resume=resume, device=device, tensorboard=tensorboard)
+    except Diverged as error:
+        raise ValueError(str(error)) from error
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"{error or 'stopped'}: repeat the command with --resume to go on") from error
+    print(f"trained {result.steps} steps: training loss {result.train_loss:.4f} (smoothed)")
+    if result.valid is not None:
+        print(f"validation loss {result.valid.loss:.4f}, perplexity {result.valid.perplexity:.2f}")
+    print(f"weights: {result.weights}")

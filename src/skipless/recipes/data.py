@@ -1,0 +1,41 @@
+"""Data for an experiment: a prepared folder is used as it is, a corpus by name is prepared first."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.progress import Progress
+from skipless.data.store import read_manifest
+from skipless.data.training import Bytes, TrainUnigram
+from skipless.theory.schemes import ExponentialSPA, UniformSPA
+from skipless.train.config import Experiment
+
+logger = logging.getLogger("skipless")
+
+
+def with_data(experiment: Experiment, root: str | Path = "data") -> Experiment:
+    """The experiment with data.folder set: if it was not, the corpus is prepared under `root` (nothing is downloaded).
+
+    A vocabulary of at most 257 means bytes. Says so when the scheme's repeat rate is far from the data's.
+    """
+    data = experiment.data
+    if data.folder is None:
+        vocab = data.vocab or experiment.model.vocab_size
+        folder = Path(root) / f"{Path(data.corpus).name.split('.')[0]}-{'bytes' if vocab <= 257 else vocab}"
+        tokenizer = Bytes() if vocab <= 257 else TrainUnigram(vocab)
+        prepare(Preparation(data.corpus, tokenizer=tokenizer, valid=data.valid), folder, progress=Progress())
+        experiment = dataclasses.replace(experiment, data=dataclasses.replace(data, folder=str(folder)))
+    measured = read_manifest(Path(experiment.data.folder or "")).splits["train"].repeat_rate
+    scheme = experiment.model.scheme
+    if isinstance(scheme, ExponentialSPA | UniformSPA) and measured:
+        ratio = max(scheme.repeat_rate, 1e-4) / max(measured, 1e-4)
+        if not 0.5 < ratio < 2.0:
+            logger.warning(
+                "the scheme assumes repeat_rate=%g and these tokens have %.3g; norms will drift at initialisation: "
+                "--set model.scheme.repeat_rate=%.3g",
+                scheme.repeat_rate,
+                measured,
+                measured,
+            )
+    return experiment

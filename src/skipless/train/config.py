@@ -1,0 +1,178 @@
+"""Experiment: everything a run depends on, frozen and plain JSON; and the override of any field by its dotted name."""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skipless.model.config import ModelConfig
+from skipless.train.optim import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on: a prepared folder, or a corpus that is prepared first (see `skipless prepare`).
+
+    valid is an optional second prepared folder for validation; otherwise the corpus's own held-out split serves.
+    packed keeps attention within documents.
+    """
+
+    corpus: str = "stdlib"
+    folder: str | None = None
+    valid: str | None = None
+    vocab: int | None = None
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The schedule of a run. Defaults are App. H's for WikiText-103."""
+
+    steps: int = 100_000
+    batch_size: int = 16
+    length: int = 512
+    warmup: int = 4_000
+    accumulate: int = 1
+    seed: int = 0
+    precision: Literal["bf16", "fp32"] = "bf16"
+    compile: bool = True
+    impl: str = "auto"
+    recompute: bool = False
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    ema: float = 0.01
+    log_every: int = 10
+    eval_every: int = 1_000
+    eval_tokens: int = 262_144
+    checkpoint_every: int = 1_000
+    keep: int = 2
+    probe_at: tuple[int, ...] = ()
+    on_divergence: Literal["stop", "halve-lr"] = "stop"
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "length", "accumulate", "log_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("warmup", "eval_every", "checkpoint_every", "eval_tokens", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 0 (0 means never)")
+        if self.warmup >= self.steps:
+            raise ValueError(
+                f"train.warmup={self.warmup} leaves no step of {self.steps} for the cosine; {self.steps // 10} is usual"
+            )
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"train.accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
+        if not 0.0 < self.ema <= 1.0:
+            raise ValueError(f"train.ema is {self.ema}; the smoothing factor must lie in (0, 1] (App. H: 0.01)")
+        object.__setattr__(self, "probe_at", tuple(self.probe_at))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run: a network, its data, its optimiser and its schedule. Recipes are functions that return one."""
+
+    name: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def to_json(self) -> str:
+        """The whole configuration as JSON; from_json gives back an equal object."""
+        parts = {"data": self.data, "optimizer": self.optimizer, "train": self.train}
+        plain = {name: dataclasses.asdict(part) for name, part in parts.items()}
+        return json.dumps({"name": self.name, "model": self.model.to_dict(), **plain}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Experiment":
+        """The inverse of to_json; unknown fields are errors."""
+        data = json.loads(text)
+        kinds = {"data": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig}
+        parts = {name: _from_dict(kind, data.get(name, {}), name) for name, kind in kinds.items()}
+        return cls(name=data["name"], model=ModelConfig.from_dict(data.get("model", {})), **parts)
+
+    def override(self, *assignments: str) -> "Experiment":
+        """A copy with fields set from text: override("train.steps=500", "model.scheme.gamma_final=0.2")."""
+        changes: dict[tuple[str, ...], str] = {}
+        for assignment in assignments:
+            path, equals, text = assignment.partition("=")
+            if not equals:
+                raise ValueError(f"--set {assignment!r} has no '='; write it as train.steps=500")
+            changes[tuple(path.strip().split("."))] = text.strip()
+        return _changed(self, changes, "")
+
+
+def _from_dict(kind: Any, data: dict[str, Any], where: str) -> Any:
+    known = [f.name for f in dataclasses.fields(kind)]
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{where} has no field {name!r}; {_nearest(name, known)}")
+    hints = typing.get_type_hints(kind)
+    lists = {name for name, hint in hints.items() if typing.get_origin(hint) is tuple}
+    return kind(**{name: tuple(value) if name in lists else value for name, value in data.items()})
+
+
+def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> Any:
+    """A copy of `target` with all changes made at once, so that values which depend on each other may change together."""
+    known = [f.name for f in dataclasses.fields(target)]
+    values: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path in changes):
+        if name not in known:
+            raise ValueError(
+                f"--set {prefix}{name}: {type(target).__name__} has no such field; {_nearest(name, known)}"
+            )
+        below = {path[1:]: text for path, text in changes.items() if path[0] == name}
+        if () in below:
+            values[name] = parse(below[()], typing.get_type_hints(type(target))[name], prefix + name)
+        elif dataclasses.is_dataclass(getattr(target, name)):
+            values[name] = _changed(getattr(target, name), below, f"{prefix}{name}.")
+        else:
+            raise ValueError(f"--set {prefix}{name}: it is a plain value, so nothing lies below it")
+    return target.replace(**values) if isinstance(target, ModelConfig) else dataclasses.replace(target, **values)
+
+
+def parse(text: str, hint: Any, name: str) -> Any:
+    """The value of `text` for a field's type: int, float, bool, str, a choice, an optional, a tuple or a mapping."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _parse_union(text, args, name)
+    if origin is Literal:
+        if text not in args:
+            raise ValueError(f"{name} is {text!r}; it must be one of {', '.join(map(repr, args))}")
+        return text
+    if origin is tuple:
+        return tuple(parse(part.strip(), args[0], name) for part in text.strip("()[]").split(",") if part.strip())
+    if hint is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(f"{name} is {text!r}; it must be true or false")
+        return text.lower() in ("true", "1")
+    if hint in (int, float):
+        try:
+            return int(text.replace("_", "")) if hint is int else float(text)
+        except ValueError:
+            kind = "a whole number" if hint is int else "a number"
+            raise ValueError(f"{name} is {text!r}; it must be {kind}") from None
+    if hint is str:
+        return text
+    return json.loads(text)
+
+
+def _parse_union(text: str, kinds: tuple, name: str) -> Any:
+    if type(None) in kinds and text.lower() in ("none", "null"):
+        return None
+    errors = []
+    for kind in sorted((k for k in kinds if k is not type(None)), key=lambda k: k is str):
+        if dataclasses.is_dataclass(kind):
+            continue
+        try:
+            return parse(text, kind, name)
+        except ValueError as error:
+            errors.append(str(error))
+    raise ValueError(errors[0] if errors else f"{name} cannot be set from text; set a field below it")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(known)}"

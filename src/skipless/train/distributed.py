@@ -1,0 +1,89 @@
+"""One process or many: torch's own process groups, DDP and FSDP2. Nothing here is ours but the choice."""
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from skipless.model.transformer import Transformer
+
+Strategy = Literal["auto", "ddp", "fsdp"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all: its rank, how many there are, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over all processes, on every one."""
+        if self.size > 1:
+            dist.all_reduce(value)
+            value = value / self.size
+        return value
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextmanager
+def join_world(device: str | None = None):
+    """The World that torchrun describes, or a world of one. gloo on a CPU, NCCL on a GPU."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch sees no GPU; use --device cpu")
+    place = torch.device(f"cuda:{local}") if kind == "cuda" else torch.device(kind)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    started = size > 1 and not dist.is_initialized()
+    if started:
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, place)
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def distribute(model: Transformer, world: World, strategy: Strategy, bf16: bool) -> nn.Module:
+    """The model as this world trains it: itself, replicated (DDP), or sharded block by block (FSDP2).
+
+    "auto" replicates. FSDP2 casts to bfloat16 block by block and reduces gradients in float32.
+    """
+    if world.size == 1:
+        if strategy == "fsdp":
+            raise ValueError("train.strategy is 'fsdp' in a world of one; start with torchrun, or use 'auto'")
+        return model
+    if strategy == "fsdp":
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = half if bf16 else MixedPrecisionPolicy()
+        mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.size,))
+        for block in model.each_block():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+def plain(model: nn.Module) -> Transformer:
+    """The Transformer inside a DDP wrapper, or itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model  # ty: ignore[invalid-return-type]

@@ -1,0 +1,85 @@
+"""Divergence, caught before it costs a run: non-finite values stop it, a growing gradient is said in time."""
+
+import math
+from collections import deque
+from statistics import median
+
+import torch
+from torch import nn
+
+from skipless.model.transformer import Transformer
+
+
+class Diverged(RuntimeError):
+    """The run has left the numbers: carries the step at which loss or gradient were first not finite."""
+
+    def __init__(self, step: int, text: str):
+        self.step = step
+        super().__init__(text)
+
+    @classmethod
+    def at(cls, step: int, loss: float, gradient: float, report: str) -> "Diverged":
+        """The error with what is known, and what to do."""
+        return cls(
+            step,
+            f"diverged at step {step}: loss {loss:g}, gradient norm {gradient:g}. {report} Vanilla networks want rates "
+            "about ten times below Pre-LN's: lower optimizer.rate, or set train.on_divergence=halve-lr.",
+        )
+
+
+class GradientWatch:
+    """Warns when the gradient norm leaves its own recent band: `factor` times the median of the last `window` steps."""
+
+    def __init__(self, window: int = 100, factor: float = 20.0):
+        self._recent: deque[float] = deque(maxlen=window)
+        self._factor, self._quiet_until = factor, 0
+
+    def see(self, step: int, norm: float) -> str | None:
+        """A warning, or None. After one it stays quiet for a window."""
+        usual = median(self._recent) if len(self._recent) >= 10 else math.inf
+        self._recent.append(norm)
+        if norm <= self._factor * usual or step < self._quiet_until:
+            return None
+        self._quiet_until = step + (self._recent.maxlen or 0)
+        return (
+            f"step {step}: the gradient norm {norm:.3g} is {norm / usual:.0f} times its recent median {usual:.3g}; "
+            "divergence often follows. A lower optimizer.rate or a longer warm-up helps."
+        )
+
+
+def diagonal_warning(step: int, summary: dict[str, float], band: float = 1e3) -> str | None:
+    """A warning when a probe's squared norms have left the certificate's band [1/band, band]."""
+    low, high = summary["diagonal_min"], summary["diagonal_max"]
+    if 1.0 / band <= low and high <= band:
+        return None
+    return f"step {step}: squared activation norms span [{low:.3g}, {high:.3g}], outside the certificate's band."
+
+
+def check_finite(model: nn.Module, first_step: int, losses: list[float], gradients: list[float]) -> None:
+    """Raise Diverged at the first step whose loss or gradient norm is not finite, with the norms per block."""
+    for offset, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
+        if not (math.isfinite(loss) and math.isfinite(gradient)):
+            raise Diverged.at(first_step + offset, loss, gradient, norms_by_block(model))
+
+
+@torch.no_grad()
+def norms_by_block(model: nn.Module) -> str:
+    """Parameter and gradient norms of each block, the first bad one named."""
+    if not isinstance(model, Transformer):
+        return ""
+    lines = []
+    for index, block in enumerate(model.each_block()):
+        weight = _norm(list(block.parameters()))
+        slope = _norm([p.grad for p in block.parameters() if p.grad is not None])
+        lines.append((index, weight, slope))
+    bad = [i for i, weight, slope in lines if not (math.isfinite(weight) and math.isfinite(slope))]
+    first = f"Block {bad[0] + 1} is the first that is not finite." if bad else "All blocks are finite again."
+    table = ", ".join(f"{i + 1}: {weight:.3g}/{slope:.3g}" for i, weight, slope in lines)
+    return f"{first} Norms per block (weights/gradients): {table}."
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm([t.detach().float() for t in tensors])
+    return float(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))

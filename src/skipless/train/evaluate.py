@@ -1,0 +1,259 @@
+"""Loss, perplexity and bits per byte: of prepared tokens, or of any text."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from glob import has_magic
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from skipless.data.corpora import held_out, open_corpus
+from skipless.data.loader import Batch, TokenLoader
+from skipless.data.tokenizer import Tokenizer
+from skipless.train.scoring import (
+    BATCH_TOKENS,
+    Precision,
+    Windows,
+    check_vocabulary,
+    padded_batches,
+    scoring,
+    token_windows,
+)
+
+_POOL = 64  # batches of rows read before they are sorted by length
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """loss in nats per token; perplexity = exp(loss); bits_per_byte = loss · tokens / (ln 2 · bytes).
+
+    bytes is the UTF-8 size of the text that the scored tokens stand for, to which end-of-document tokens add loss but
+    no size. None, like bits_per_byte, where the text is not known.
+    """
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int | None
+
+    @classmethod
+    def of(cls, nats: float, tokens: int, size: int | None) -> "EvalResult":
+        """From sums over tokens, which may be sums over processes: nats = loss · tokens."""
+        if not tokens:
+            raise ValueError("no tokens were scored: give at least one window of two tokens")
+        loss = nats / tokens
+        perplexity = math.inf if loss > 709.0 else math.exp(loss)
+        return cls(loss, perplexity, nats / math.log(2.0) / size if size else None, tokens, size)
+
+
+@dataclass(frozen=True)
+class Windowing:
+    """How text is cut. Documents are joined, each followed by the end token, as in prepared data; or kept separate.
+
+    Windows of `length` targets start every `stride` tokens (None: `length`, no overlap) and score what the one before
+    did not; a smaller stride gives each token more context, at length/stride times the cost. The text, or each document
+    if separate, is preceded by an end token, so that its first token is scored too.
+    """
+
+    length: int = 512
+    stride: int | None = None
+    separate: bool = False
+    batch_tokens: int = BATCH_TOKENS
+
+
+def evaluate_loss(
+    model: nn.Module,
+    windows: TokenLoader | Iterable[Batch | Windows | Tensor],
+    *,
+    max_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    precision: Precision | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> EvalResult:
+    """The token-weighted loss over all windows in order; for a loader also over the shorter one that it leaves out.
+
+    A loader's rank sees its share: add up loss · tokens, tokens and bytes over ranks for EvalResult.of. max_tokens is
+    rounded up to whole windows of a loader. Bytes are counted by the tokenizer, which a loader brings along; that is
+    exact for tokenizers that skipless trained.
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, or None for all")
+    if isinstance(windows, TokenLoader):
+        tokenizer = tokenizer or windows.store.tokenizer
+        each = _loader_windows(windows, max_tokens)
+    else:
+        each = _listed_windows(windows, max_tokens)
+    return _evaluate(model, each, device, precision, None if tokenizer is None else token_bytes(tokenizer))
+
+
+def evaluate_text(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    texts: str | Path | Iterable[str],
+    windowing: Windowing | None = None,
+    *,
+    max_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    precision: Precision | None = None,
+) -> EvalResult:
+    """The loss on text: documents, or a corpus by name or path, of which held_out_texts says what is read.
+
+    Bytes are those of the text itself, so that bits per byte compare across tokenizers. max_tokens ends the text there.
+    """
+    check_vocabulary(model, tokenizer)
+    windowing = windowing or Windowing()
+    documents = _Documents(held_out_texts(texts) if isinstance(texts, str | Path) else texts, tokenizer, max_tokens)
+    place = torch.device(device) if device else next(model.parameters()).device
+    windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=place.type == "cuda")
+    result = _evaluate(model, windows, device, precision, None)
+    return EvalResult.of(result.loss * result.tokens, result.tokens, documents.bytes)
+
+
+def held_out_texts(spec: str | Path, download: bool = False) -> Iterable[str]:
+    """The documents to evaluate on. A file or glob is read whole.
+
+    A folder or named corpus gives the part that `skipless prepare` keeps from training: its validation files or split,
+    or else the documents held out by their hash.
+    """
+    corpus = open_corpus(spec, download=download)
+    if Path(spec).is_file() or has_magic(str(spec)):
+        return corpus
+    if corpus.validation is not None:
+        return corpus.validation
+    return (text for text in corpus if held_out(text.encode(), corpus.valid_fraction))
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """UTF-8 bytes of the text that each token stands for, (vocab_size,) int64: ▁ is a space, control tokens nothing.
+
+    Sums of these are the size of the text where the tokenizer neither normalises it nor puts a space before it.
+    """
+    own = getattr(tokenizer, "token_bytes", None)
+    if own is not None:
+        return own()
+    if tokenizer.model is None:
+        sizes = np.ones(tokenizer.vocab_size, dtype=np.int64)
+        sizes[tokenizer.end] = 0
+        return sizes
+    pieces = import_module("sentencepiece").SentencePieceProcessor()
+    pieces.LoadFromSerializedProto(tokenizer.model)
+
+    def size(token: int) -> int:
+        if pieces.is_control(token):
+            return 0
+        return 1 if pieces.is_byte(token) else len(pieces.id_to_piece(token).replace("▁", " ").encode())
+
+    return np.array([size(token) for token in range(tokenizer.vocab_size)], dtype=np.int64)
+
+
+def _evaluate(
+    model: nn.Module,
+    windows: Iterable[Windows],
+    device: torch.device | str | None,
+    precision: Precision | None,
+    sizes: np.ndarray | None,
+) -> EvalResult:
+    table = None if sizes is None else torch.from_numpy(sizes)
+    tokens = size = 0
+    with scoring(model, device, precision) as scorer:
+        nats = torch.zeros((), dtype=torch.float64, device=scorer.device)
+        for each in windows:
+            nats -= scorer.log_probs(each).double().sum()
+            targets = each.tokens[:, 1:] if each.scored is None else each.tokens[:, 1:][each.scored]
+            tokens += targets.numel()
+            size += 0 if table is None else int(table[targets.cpu()].sum())
+    return EvalResult.of(float(nats), tokens, None if table is None else size)
+
+
+def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Windows]:
+    """As many on every rank, since a sharded model must be called by all of them together; rank 0 scores the tail."""
+    whole = loader.windows * loader.length
+    wanted = loader.windows if max_tokens is None else min(-(-max_tokens // loader.length), loader.windows)
+    with loader.sweep() as batches:
+        for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
+            windows = np.arange(first, min(first + loader.batch_size, loader.windows))
+            own = np.array_split(windows, loader.world)[loader.rank]
+            yield _some_rows(batch, int((own < wanted).sum()), loader.length)
+    rest = len(loader.store) - whole
+    if rest > 1 and (max_tokens is None or max_tokens > whole):
+        tokens = torch.from_numpy(loader.store.gather(np.array([whole]), rest))
+        ends = (tokens[:, :-1] == loader.store.end).long()
+        documents = ends.cumsum(dim=1) - ends if loader.documents else None
+        yield _some_rows(Batch(tokens, documents), int(loader.rank == 0), rest - 1)
+
+
+def _some_rows(batch: Batch, rows: int, length: int) -> Windows:
+    """The batch with its first `rows` rows scored; a blank row where it has none."""
+    if not len(batch.tokens):
+        blank = torch.zeros(1, length + 1, dtype=torch.int64)
+        documents = None if batch.documents is None else blank[:, 1:]
+        return Windows(blank, torch.zeros(1, length, dtype=torch.bool), documents)
+    if rows == len(batch.tokens):
+        return Windows(batch.tokens, None, batch.documents)
+    scored = torch.zeros(len(batch.tokens), length, dtype=torch.bool)
+    scored[:rows] = True
+    return Windows(batch.tokens, scored, batch.documents)
+
+
+def _listed_windows(items: Iterable[Batch | Windows | Tensor], max_tokens: int | None) -> Iterator[Windows]:
+    left = math.inf if max_tokens is None else max_tokens
+    for item in items:
+        if isinstance(item, Windows):
+            windows = item
+        else:
+            windows = Windows(item) if isinstance(item, Tensor) else Windows(item.tokens, None, item.documents)
+        scored = torch.ones_like(windows.tokens[:, 1:], dtype=torch.bool) if windows.scored is None else windows.scored
+        count = int(scored.sum())
+        if count > left:
+            scored = scored & (scored.flatten().cumsum(0).view_as(scored) <= left)
+            windows = Windows(windows.tokens, scored, windows.documents)
+        yield windows
+        left -= count
+        if left <= 0:
+            return
+
+
+class _Documents:
+    """Encoded documents, each with its end token, up to max_tokens; `bytes` counts the text of those handed out."""
+
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer, max_tokens: int | None):
+        self.texts, self.tokenizer = texts, tokenizer
+        self.left = math.inf if max_tokens is None else max_tokens
+        self.bytes = 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for text in self.texts:
+            if self.left < 1:
+                return
+            tokens = np.append(self.tokenizer.encode(text), self.tokenizer.end)
+            if len(tokens) > self.left:
+                tokens = tokens[: int(self.left)]
+                self.bytes += int(token_bytes(self.tokenizer)[tokens].sum())
+            else:
+                self.bytes += len(text.encode())
+            self.left -= len(tokens)
+            yield tokens
+
+
+def _text_windows(
+    documents: Iterable[np.ndarray], end: int, windowing: Windowing, few_sizes: bool
+) -> Iterator[Windows]:
+    start, length, stride = np.array([end]), windowing.length, windowing.stride
+    if windowing.separate:
+        rows = (row for tokens in documents for row in token_windows([start, tokens], length, stride))
+    else:
+        rows = token_windows(_after(start, documents), length, stride)
+    while pool := list(islice(rows, _POOL * max(1, windowing.batch_tokens // length))):
+        for _, windows in padded_batches(pool, windowing.batch_tokens, few_sizes):
+            yield windows
+
+
+def _after(start: np.ndarray, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    yield start
+    yield from pieces

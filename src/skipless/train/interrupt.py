@@ -1,0 +1,29 @@
+"""Ctrl-C between steps: the first one asks the run to stop and save, the second one stops it at once."""
+
+import signal
+import threading
+
+
+class StopRequest:
+    """While it is entered, SIGINT and SIGTERM set `asked` instead of ending the process in the middle of an update.
+
+    A second signal ends it as usual. Outside the main thread, where Python delivers no signals, it does nothing.
+    """
+
+    def __init__(self):
+        self.asked = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True

@@ -1,0 +1,122 @@
+"""OptimizerConfig: the optimiser, its rates and clipping; frozen, checked, and plain JSON."""
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Name = Literal["adam", "adamw", "muon", "soap"]
+Role = Literal["query", "key", "value", "output", "up", "down", "position"]
+
+NAMES: tuple[str, ...] = get_args(Name)
+ROLES: tuple[str, ...] = get_args(Role)
+
+# The paper tunes the rate for every network and prints none. These were the best of a coarse grid at 36 blocks of width
+# 512: vanilla E-SPA with Adam and with Muon, Pre-LN with Adam. SOAP's is Adam's, whose step size it shares.
+USUAL_RATES = {"adam": 3e-5, "adamw": 5e-4, "muon": 1e-3, "soap": 3e-5}
+MUON_VECTOR_RATE = 3e-5
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """App. H by default: Adam without weight decay, a rate of its own for the embedding, gradients clipped at 0.1.
+
+    rate: the highest rate of all but the embedding, which the schedule multiplies. None: USUAL_RATES of the optimiser.
+    embedding_rate: 2e-4 for WikiText-103, 5e-4 for C4 (App. H), whatever the network.
+    vector_rate: biases, norm and skip gains. None: `rate`; with Muon, whose rate is of another scale, 3e-5.
+    head_rate: an untied head's matrix. None: `rate`; with Muon, which leaves it to Adam, the embedding's.
+    role_rates: factors on `rate` by the role of a block's matrix, such as {"value": 0.5, "output": 0.5}.
+    weight_decay: on matrices and the embedding, never on vectors; in the gradient for "adam" (L2), apart from it
+        (Loshchilov and Hutter 2019) for the others.
+    betas, eps: Adam's, also for what Muon and SOAP leave to it. soap_betas: those of SOAP's matrices.
+    momentum, nesterov, newton_schulz_steps: Muon's. precondition_every (steps between new bases) and
+        max_precondition_width (a longer side keeps its own basis): SOAP's.
+    clip: the largest global gradient norm; None leaves gradients alone.
+    """
+
+    name: Name = "adam"
+    rate: float | None = None
+    embedding_rate: float = 2e-4
+    vector_rate: float | None = None
+    head_rate: float | None = None
+    role_rates: dict[str, float] = field(default_factory=dict, hash=False)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    soap_betas: tuple[float, float] = (0.95, 0.95)
+    precondition_every: int = 10
+    max_precondition_width: int = 10_000
+    clip: float | None = 0.1
+
+    def __post_init__(self):
+        for name in ("betas", "soap_betas"):
+            object.__setattr__(self, name, _pair(name, getattr(self, name)))
+        object.__setattr__(self, "role_rates", dict(self.role_rates))
+        _check_choices(self)
+        _check_numbers(self)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The highest rate of every group: "embedding", "head", "vectors" and each role."""
+        rate = USUAL_RATES[self.name] if self.rate is None else self.rate
+        vectors, head = (MUON_VECTOR_RATE, self.embedding_rate) if self.name == "muon" else (rate, rate)
+        return {
+            "embedding": self.embedding_rate,
+            "head": head if self.head_rate is None else self.head_rate,
+            "vectors": vectors if self.vector_rate is None else self.vector_rate,
+            **{role: rate * self.role_rates.get(role, 1.0) for role in ROLES},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "OptimizerConfig":
+        """The inverse of to_dict; lists stand for tuples, as JSON writes them."""
+        for name in data:
+            _known("OptimizerConfig has no field", name, tuple(f.name for f in dataclasses.fields(cls)))
+        return cls(**data)
+
+
+def _pair(name: str, value: Any) -> tuple[float, float]:
+    if len(value) != 2:
+        raise ValueError(f"{name} is {value!r}; it must be two decays, such as (0.9, 0.999)")
+    return float(value[0]), float(value[1])
+
+
+def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
+    if name not in allowed:
+        near = difflib.get_close_matches(name, allowed, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(allowed)}"
+        raise ValueError(f"{complaint} {name!r}; {hint}")
+
+
+def _check_choices(config: OptimizerConfig) -> None:
+    _known("there is no optimiser", config.name, NAMES)
+    for role in config.role_rates:
+        _known("role_rates names a matrix role that does not exist,", role, ROLES)
+
+
+def _check_numbers(config: OptimizerConfig) -> None:
+    rates = {name: getattr(config, name) for name in ("rate", "embedding_rate", "vector_rate", "head_rate")}
+    factors = {f"role_rates[{role!r}]": value for role, value in config.role_rates.items()}
+    for name, value in {**rates, **factors, "eps": config.eps, "weight_decay": config.weight_decay}.items():
+        if value is not None and not 0.0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be finite and not negative")
+    decays = {"momentum": config.momentum}
+    for name in ("betas", "soap_betas"):
+        decays |= {f"{name}[{index}]": value for index, value in enumerate(getattr(config, name))}
+    for name, value in decays.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} is {value!r}; a decay lies in [0, 1), such as 0.95")
+    for name in ("newton_schulz_steps", "precondition_every", "max_precondition_width"):
+        value, least = getattr(config, name), 0 if name == "max_precondition_width" else 1
+        if int(value) != value or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if config.clip is not None and not config.clip > 0.0:
+        raise ValueError(f"clip is {config.clip!r}; it must be positive (0.1 in the paper), or None for no clipping")

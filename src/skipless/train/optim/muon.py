@@ -1,0 +1,132 @@
+"""Muon: momentum whose every matrix is replaced by a nearly orthogonal one. Jordan et al. 2024."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from skipless.train.optim.sharding import gathered, resharded
+
+# Jordan's quintic: the steepest at 0 whose iterates stay near 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_SMALLEST_NORM = 1e-7
+_BATCH_ENTRIES = 2**28  # of one batch: half a GB in bfloat16, and three such live at once
+
+Runs = list[tuple[dict[str, Any], list[Tensor]]]
+
+
+def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
+    """U φ(…φ(S/‖S‖)) Vᵀ of each U S Vᵀ in matrices (n, rows, cols), with φ(σ) = aσ + bσ³ + cσ⁵: S goes to about 1.
+
+    X ← aX + (bG + cG²)X with G = XXᵀ, on the short side: rows > cols is transposed on the way. G is formed once per
+    step, and every product of it is symmetric. Iterating G alone, with one product by X at the end, would take 25
+    products of size rows³ instead of 45 when cols = 4·rows, but G squares the condition number: it is not done.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_SMALLEST_NORM)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """W ← (1 − ηλ)W − η·√max(1, rows/cols)·NS(direction), with direction the (Nesterov) momentum of the gradient.
+
+    The scale is torch.optim.Muon's "original", and so are its rates. Departs from it: matrices of one shape go through
+    Newton–Schulz as one batch, and in bfloat16 only on a GPU (dtype=None), where it is the quicker; a CPU keeps the
+    parameters' own precision.
+
+    A step does not wait for the device, takes rates as numbers or as tensors, and can be captured in a CUDA graph.
+    Sharded parameters (FSDP2) are gathered and every rank computes every matrix; momentum stays sharded.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        steps: int = 5,
+        dtype: torch.dtype | None = None,
+    ):
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "newton_schulz_steps": steps,
+        }
+        super().__init__(params, defaults)
+        self.dtype = dtype
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim != 2:
+                    shape = tuple(parameter.shape)
+                    raise ValueError(f"Muon takes matrices, and one parameter is {shape}; leave it to Adam")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "dtype": self.dtype}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for runs in self._batches():
+            self._update(runs)
+        return loss
+
+    def _batches(self) -> Iterator[Runs]:
+        """Matrices of one shape, at most _BATCH_ENTRIES numbers at a time, in runs that share a group."""
+        batches: dict[Any, dict[int, tuple[dict[str, Any], list[Tensor]]]] = {}
+        counts: dict[Any, int] = {}
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                key = (p.shape, p.device, p.dtype, group["newton_schulz_steps"])
+                counts[key] = counts.get(key, 0) + 1
+                batch = batches.setdefault((key, counts[key] * p.numel() // _BATCH_ENTRIES), {})
+                batch.setdefault(index, (group, []))[1].append(p)
+        for batch in batches.values():
+            yield list(batch.values())
+
+    def _update(self, runs: Runs) -> None:
+        directions = [gathered(d) for group, parameters in runs for d in self._direction(group, parameters)]
+        first = directions[0]
+        dtype = self.dtype or (torch.bfloat16 if first.is_cuda else first.dtype)
+        stacked = torch.empty((len(directions), *first.shape), dtype=dtype, device=first.device)
+        torch._foreach_copy_(list(stacked.unbind()), directions)  # stacks and casts in one pass
+        updates = newton_schulz(stacked, runs[0][0]["newton_schulz_steps"])
+        start = 0
+        for group, parameters in runs:
+            _apply(group, parameters, updates[start : start + len(parameters)])
+            start += len(parameters)
+
+    def _direction(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
+        gradients = [cast(Tensor, p.grad) for p in parameters]
+        for p in parameters:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
+        return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
+
+
+def _apply(group: dict[str, Any], parameters: list[Tensor], updates: Tensor) -> None:
+    """Parameters of one shape minus rate times scale times updates."""
+    first = parameters[0]
+    rows, cols = first.shape
+    # three axes, not none, so that the product is in the parameters' precision and not in the updates'
+    scale = torch.full((1, 1, 1), max(1.0, rows / cols) ** 0.5, dtype=first.dtype, device=first.device)
+    updates = (updates * (scale * group["lr"])).contiguous()
+    if group["weight_decay"]:
+        torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
+    torch._foreach_sub_(parameters, [resharded(u, p) for u, p in zip(updates.unbind(), parameters, strict=True)])

@@ -1,0 +1,61 @@
+"""One optimiser step: micro-batches, loss, gradient, clipping, update. No host synchronisation."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from skipless.data.loader import Batch
+from skipless.ops.layout import Layout
+from skipless.train.config import TrainConfig
+from skipless.train.distributed import World
+from skipless.train.optim import clip_gradients, set_rates, warmup_cosine
+
+
+def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
+    """Mean next-token loss in nats: softmax cross entropy over the vocabulary, in float32. App. H."""
+    layout = Layout.packed(batch.documents) if packed and batch.documents is not None else None
+    logits = model(batch.inputs, layout=layout)
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+
+
+class TrainStep:
+    """Applies step after step to a model and its optimiser; returns loss and gradient norm as device tensors."""
+
+    def __init__(
+        self, model: nn.Module, optimizer, config: TrainConfig, world: World, *, clip: float | None, packed: bool
+    ):
+        self.model, self.optimizer, self.config, self.world = model, optimizer, config, world
+        self.clip, self.packed = clip, packed
+        self.rate_factor = 1.0
+
+    def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Update the parameters by the batch of `step`; rates follow from the step alone."""
+        config = self.config
+        factor = self.rate_factor * warmup_cosine(step + 1, config.steps, config.warmup)
+        set_rates(self.optimizer, factor)
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.world.device)
+        parts = batch.tokens.shape[0] // config.accumulate
+        for index in range(config.accumulate):
+            micro = batch.map(lambda tensor, start=index * parts: tensor[start : start + parts])
+            with self._sync(last=index == config.accumulate - 1), self._autocast():
+                loss = cross_entropy(self.model, micro, self.packed) / config.accumulate
+                loss.backward()
+            total += loss.detach()
+        norm = clip_gradients(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        return self.world.mean(total), norm
+
+    def _autocast(self):
+        if self.config.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+
+    def _sync(self, last: bool):
+        """DDP averages gradients once per step, after the last micro-batch."""
+        if isinstance(self.model, DistributedDataParallel) and not last:
+            return self.model.no_sync()
+        return nullcontext()

@@ -1,0 +1,166 @@
+"""What is evaluated: a model and its tokenizer, from a run folder or from one that save_pretrained wrote."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
+from skipless.data.tokenizer import Tokenizer, load_tokenizer
+from skipless.model.transformer import Transformer
+from skipless.train.checkpoint import load_checkpoint, load_model
+from skipless.train.config import DataConfig, Experiment
+from skipless.train.run import CHECKPOINTS, EXPERIMENT, EXPORT, read_experiment
+
+WEIGHTS = "model.safetensors"
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """origin says which weights these are; validation is the prepared folder and split that a run validates on."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    origin: str
+    validation: tuple[Path, str] | None = None
+
+
+class FastTokenizer:
+    """A tokenizer of transformers as a skipless Tokenizer. Its end-of-document token is its </s>.
+
+    The byte tokenizer has none; its end is 0xFF, as in ByteTokenizer.
+    """
+
+    kind = "transformers"
+    model: bytes | None = None
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.vocab_size = len(inner)
+        self._byte_level = "ByteLevel" in type(inner.backend_tokenizer.decoder).__name__
+        end = inner.eos_token_id
+        if end is None and self._byte_level and self.vocab_size == 256:
+            end = 0xFF
+        if end is None:
+            raise ValueError("the tokenizer has no end-of-text token: set eos_token and save it again")
+        self.end = int(end)
+        self.sha256 = hashlib.sha256(inner.backend_tokenizer.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids (int32), no special ones added."""
+        return np.array(self.inner.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text; end-of-document tokens stand for none."""
+        return str(self.inner.decode([int(token) for token in tokens if int(token) != self.end]))
+
+    def encode_documents(self, texts: Iterable[str]) -> np.ndarray:
+        """All documents, each followed by `end`."""
+        return np.concatenate([np.append(self.encode(text), self.end) for text in texts])
+
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text per token, see skipless.train.evaluate.token_bytes."""
+        special = {*self.inner.all_special_ids, self.end}
+
+        def size(token: int) -> int:
+            piece = self.inner.convert_ids_to_tokens(token)
+            if token in special:
+                return 0
+            if self._byte_level:
+                return len(piece)
+            return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
+
+        return np.array([size(token) for token in range(self.vocab_size)], dtype=np.int64)
+
+
+def load_subject(path: str | Path, tokenizer: str | Path | None = None) -> Subject:
+    """The model on the CPU and its tokenizer. A run's tokenizer is that of the prepared folder it was trained on.
+
+    tokenizer names another one: a SentencePiece .model file, "bytes", or a prepared folder.
+    """
+    path = Path(path)
+    given = None if tokenizer is None else find_tokenizer(tokenizer)
+    if (path / EXPERIMENT).is_file():
+        return _run(path, given)
+    if (path / "config.json").is_file():
+        return _saved(path, given)
+    raise ValueError(
+        f"{path} is neither a run (no {EXPERIMENT}) nor a saved model (no config.json): give a folder that "
+        "`skipless train` or save_pretrained wrote"
+    )
+
+
+def find_tokenizer(name: str | Path) -> Tokenizer:
+    """The tokenizer of a prepared folder, of a folder that save_pretrained wrote, of a .model file, or "bytes"."""
+    folder = Path(name)
+    if (folder / MANIFEST).is_file():
+        return folder_tokenizer(folder, read_manifest(folder).tokenizer)
+    if (folder / "tokenizer.json").is_file():
+        return _fast(folder)
+    return load_tokenizer(name)
+
+
+def _run(path: Path, tokenizer: Tokenizer | None) -> Subject:
+    experiment = read_experiment(path)
+    named = experiment.data.folder
+    data = Path(named) if named is not None and (Path(named) / MANIFEST).is_file() else None
+    if tokenizer is None:
+        places = [place for place in (data, path, path / EXPORT) if place is not None and _has_tokenizer(place)]
+        if not places:
+            raise ValueError(
+                f"the tokenizer of {path} is not found: its data folder is {named!r} (working folder {Path.cwd()}); "
+                "name the prepared folder or the .model file with --tokenizer"
+            )
+        tokenizer = find_tokenizer(places[0])
+    model, origin = _run_model(path, experiment)
+    return Subject(model, tokenizer, origin, _validation(experiment.data))
+
+
+def _validation(data: DataConfig) -> tuple[Path, str] | None:
+    """A folder of its own for validation may hold all of its text as "train"; else the data's held-out split serves."""
+    folder = Path(data.valid or data.folder or "")
+    if not (folder / MANIFEST).is_file():
+        return None
+    whole = data.valid is not None and not read_manifest(folder).shards("valid")
+    return folder, "train" if whole else "valid"
+
+
+def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
+    """The exported weights, or those of the newest checkpoint while there is no export."""
+    for place in (path, path / EXPORT):
+        if (place / "config.json").is_file():
+            return _pretrained(place), str(place)
+        if (place / WEIGHTS).is_file():
+            return load_model(place / WEIGHTS), str(place / WEIGHTS)
+    model = Transformer(experiment.model)
+    found = load_checkpoint(path / CHECKPOINTS, model)
+    if found is None:
+        raise ValueError(f"{path} holds no weights yet, neither {EXPORT}/{WEIGHTS} nor a checkpoint: train it first")
+    return model.eval(), f"{path / CHECKPOINTS}, step {found[0]}"
+
+
+def _saved(path: Path, tokenizer: Tokenizer | None) -> Subject:
+    if tokenizer is None and not (path / "tokenizer.json").is_file():
+        raise ValueError(f"{path} holds no tokenizer.json: save the tokenizer beside the model, or give --tokenizer")
+    return Subject(_pretrained(path), tokenizer or _fast(path), str(path))
+
+
+def _pretrained(folder: Path) -> Transformer:
+    from skipless.hf import SkiplessForCausalLM
+
+    return SkiplessForCausalLM.from_pretrained(str(folder), local_files_only=True).model.eval()
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (MANIFEST, "tokenizer.json"))
+
+
+def _fast(folder: Path) -> FastTokenizer:
+    from transformers import AutoTokenizer
+
+    return FastTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))

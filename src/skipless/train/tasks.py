@@ -1,0 +1,261 @@
+"""Zero-shot multiple choice: BoolQ, HellaSwag, Winogrande, PIQA and SIQA, asked and scored as by lm-eval 0.4.13.
+
+A choice's score is the log-likelihood of its text after the question, and the answer is the choice of highest score:
+accuracy. Normalised accuracy divides scores by the choices' lengths in characters. Nothing but the model is needed:
+skipless.train.lm_eval_bridge runs the same tasks through lm-eval itself.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from skipless.data.files import COMPRESSIONS, opened
+from skipless.data.tokenizer import Tokenizer
+from skipless.train.scoring import Precision, Row, check_vocabulary, config_of, scoring
+
+
+@dataclass(frozen=True)
+class Question:
+    """Pairs of (context, continuation), one per choice; `gold` is the right one.
+
+    lengths are the characters of each choice, for normalised accuracy; None where choices differ in their context and
+    not in what is scored.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    gold: int
+    lengths: tuple[int, ...] | None = None
+
+    @classmethod
+    def ask(cls, prompt: str, choices: Sequence[str], gold: int) -> "Question":
+        """One prompt, and choices that follow it after a space, which their lengths do not count."""
+        return cls(tuple((prompt, f" {choice}") for choice in choices), gold, tuple(map(len, choices)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a record of the hub's data set becomes a Question; stem names the local file, hub the data set."""
+
+    stem: str
+    hub: tuple[str, str | None]
+    question: Callable[[dict[str, Any]], Question]
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Accuracies with their standard errors √(p(1−p)/(n−1)), which one question alone does not have.
+
+    normalised is None where the task has no such score. truncated counts the pairs that were longer than the model's
+    length and lost the start of their context; it is None where lm-eval did the work, which does not say.
+    """
+
+    task: str
+    questions: int
+    accuracy: float
+    accuracy_stderr: float | None
+    normalised: float | None
+    normalised_stderr: float | None
+    truncated: int | None = None
+
+
+def _boolq(record: dict[str, Any]) -> Question:
+    gold = record["answer"] if "answer" in record else record["label"]  # BoolQ's own field, and SuperGLUE's
+    return Question.ask(f"{record['passage']}\nQuestion: {record['question']}?\nAnswer:", ("no", "yes"), int(gold))
+
+
+def _hellaswag(record: dict[str, Any]) -> Question:
+    prompt = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
+    return Question.ask(_without_brackets(prompt), [*map(_without_brackets, record["endings"])], int(record["label"]))
+
+
+def _without_brackets(text: str) -> str:
+    """WikiHow's marks taken out, as lm-eval does."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _winogrande(record: dict[str, Any]) -> Question:
+    """What follows the gap is scored after each of the two fillings (Trinh & Le 2018)."""
+    before, gap, after = record["sentence"].partition("_")
+    if not gap:
+        raise ValueError(f"the sentence has no gap '_': {record['sentence']!r}")
+    options = (record["option1"], record["option2"])
+    return Question(tuple((before + option, f" {after.strip()}") for option in options), int(record["answer"]) - 1)
+
+
+def _piqa(record: dict[str, Any]) -> Question:
+    return Question.ask(f"Question: {record['goal']}\nAnswer:", (record["sol1"], record["sol2"]), int(record["label"]))
+
+
+def _siqa(record: dict[str, Any]) -> Question:
+    choices = (record["answerA"], record["answerB"], record["answerC"])
+    return Question.ask(f"Q: {record['context']} {record['question']}\nA:", choices, int(record["label"]) - 1)
+
+
+TASKS: dict[str, Task] = {
+    "boolq": Task("boolq", ("aps/super_glue", "boolq"), _boolq),
+    "hellaswag": Task("hellaswag", ("Rowan/hellaswag", None), _hellaswag),
+    "winogrande": Task("winogrande", ("allenai/winogrande", "winogrande_xl"), _winogrande),
+    "piqa": Task("piqa", ("baber/piqa", None), _piqa),
+    "siqa": Task("social_i_qa", ("lighteval/siqa", None), _siqa),
+}
+
+
+def task_names(text: str) -> list[str]:
+    """The tasks that "all" or "boolq,piqa" means."""
+    if text == "all":
+        return [*TASKS]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TASKS:
+            raise ValueError(f"no task {name!r}; there are {', '.join(TASKS)}, and 'all' for all of them")
+    if not names:
+        raise ValueError(f"{text!r} names no task; there are {', '.join(TASKS)}, and 'all' for all of them")
+    return names
+
+
+def task_file(name: str, folder: str | Path) -> Path:
+    """The file of a task in a folder: <stem>.validation.jsonl or <stem>.jsonl, plain or packed."""
+    stems = dict.fromkeys((TASKS[name].stem, name))
+    wanted = [
+        f"{stem}{middle}.jsonl{end}" for stem in stems for middle in (".validation", "") for end in ("", *COMPRESSIONS)
+    ]
+    for file in wanted:
+        if (Path(folder) / file).is_file():
+            return Path(folder) / file
+    raise ValueError(f"{folder} has no {wanted[0]} (nor with .gz, .xz or .zst): give the folder of the tasks' files")
+
+
+def local_records(name: str, folder: str | Path) -> Iterator[dict[str, Any]]:
+    """The records of a task's local file, in order."""
+    path = task_file(name, folder)
+    with opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"a {type(record).__name__}, not an object")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is no JSON record: {error}") from error
+            yield record
+
+
+def hub_records(name: str, download: bool) -> Iterator[dict[str, Any]]:
+    """The validation split of a task's data set on the Hugging Face hub, if going to the network is allowed."""
+    repository, configuration = TASKS[name].hub
+    if not download:
+        raise ValueError(
+            f"{name} is on the Hugging Face hub as {repository}, and no network is used unless asked for: give the "
+            "folder of local files with --tasks-folder, or add --download"
+        )
+    try:
+        datasets = import_module("datasets")
+    except ImportError as error:
+        raise ValueError(f"{name} needs Hugging Face datasets: pip install 'skipless[data]'") from error
+    yield from datasets.load_dataset(repository, configuration, split="validation")
+
+
+def questions(name: str, records: Iterator[dict[str, Any]], limit: int | None = None) -> list[Question]:
+    """The first `limit` records, or all, as questions."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1, or None for all")
+    asked = []
+    for number, record in enumerate(islice(records, limit), 1):
+        try:
+            asked.append(TASKS[name].question(record))
+        except KeyError as error:
+            raise ValueError(
+                f"{name}, record {number} lacks the field {error.args[0]!r}; fields must be named as in "
+                f"{TASKS[name].hub[0]} on the hub, and here are {', '.join(record)}"
+            ) from error
+    if not asked:
+        raise ValueError(f"{name} has no records")
+    return asked
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[np.ndarray, int]:
+    """The tokens of both together, and how many are the continuation's.
+
+    Spaces at the end of the context go to the continuation, since a token may begin with them.
+    """
+    stripped = context.rstrip()
+    continuation, context = context[len(stripped) :] + continuation, stripped
+    whole = tokenizer.encode(context + continuation)
+    scored = len(whole) - len(tokenizer.encode(context))
+    if not 0 < scored < len(whole):
+        raise ValueError(
+            f"{continuation!r} after {context[-40:]!r} leaves {scored} of {len(whole)} tokens to score; both context "
+            "and continuation must have one of their own"
+        )
+    return whole, scored
+
+
+def score_tasks(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    asked: dict[str, list[Question]],
+    *,
+    length: int | None = None,
+    device: torch.device | str | None = None,
+    precision: Precision | None = None,
+    done: Callable[[TaskResult], None] | None = None,
+) -> dict[str, TaskResult]:
+    """The result of each task. length bounds the tokens a model sees at once: by default its training length.
+
+    `done` hears of each result as it comes.
+    """
+    check_vocabulary(model, tokenizer)
+    length = length or config_of(model).length
+    results = {}
+    for name, each in asked.items():
+        rows = [pair_row(tokenizer, *pair, length) for question in each for pair in question.pairs]
+        with scoring(model, device, precision) as scorer:
+            scores = scorer.row_log_likelihoods([row for row, _ in rows])
+        results[name] = result_of(name, each, scores, sum(cut for _, cut in rows))
+        if done:
+            done(results[name])
+    return results
+
+
+def result_of(name: str, asked: Sequence[Question], scores: np.ndarray, truncated: int | None) -> TaskResult:
+    """Accuracies from the scores of all pairs, question after question."""
+    if bad := int(np.isnan(scores).sum()):
+        raise ValueError(f"{name}: {bad} of {len(scores)} log-likelihoods are not a number: the model has diverged")
+    plain, normalised, start = [], [], 0
+    for question in asked:
+        own = scores[start : start + len(question.pairs)]
+        start += len(own)
+        plain.append(int(np.argmax(own)) == question.gold)
+        if question.lengths is not None:
+            per_character = [
+                score / size if size else -math.inf for score, size in zip(own, question.lengths, strict=True)
+            ]
+            normalised.append(int(np.argmax(per_character)) == question.gold)
+    return TaskResult(name, len(asked), *_mean(plain), *_mean(normalised), truncated)
+
+
+def _mean(right: Sequence[bool]) -> tuple[Any, float | None]:
+    if not right:
+        return None, None
+    p = sum(right) / len(right)
+    return p, math.sqrt(p * (1.0 - p) / (len(right) - 1)) if len(right) > 1 else None
+
+
+def pair_row(tokenizer: Tokenizer, context: str, continuation: str, length: int) -> tuple[Row, bool]:
+    """The pair's row, and whether its context was cut from the left to fit."""
+    tokens, scored = encode_pair(tokenizer, context, continuation)
+    if scored > length:
+        raise ValueError(
+            f"{continuation[:60]!r}… has {scored} tokens, and the model is to see length={length} at once: use a "
+            f"length of at least {scored} (skipless models run beyond the length they were trained at)"
+        )
+    return Row(tokens[-(length + 1) :], scored), len(tokens) > length + 1

@@ -1,0 +1,68 @@
+import pytest
+
+from skipless.model.presets import preset
+from skipless.recipes import names, recipe
+from skipless.theory.schemes import ExponentialSPA
+from skipless.train.config import DataConfig, Experiment, TrainConfig
+from skipless.train.optim import OptimizerConfig
+
+
+def small(**train):
+    schedule = TrainConfig(**{"steps": 100, "warmup": 10, "length": 32, **train})
+    return Experiment("small", preset("wikitext103/e-spa", width=64, depth=8), train=schedule)
+
+
+def test_json_gives_back_an_equal_experiment():
+    experiment = small(probe_at=(0, 50)).override("optimizer.name=muon", "data.packed=true")
+    assert Experiment.from_json(experiment.to_json()) == experiment
+
+
+def test_any_field_can_be_set_and_dependent_ones_together():
+    changed = small().override(
+        "train.steps=5", "train.warmup=1", "model.scheme.gamma_final=0.2", "optimizer.rate=1e-3", "data.corpus=a=b.txt",
+        "train.compile=false", "train.probe_at=0,3", "optimizer.clip=none", "model.width=128",
+    )  # fmt: skip
+    assert (changed.train.steps, changed.train.warmup, changed.train.probe_at) == (5, 1, (0, 3))
+    assert changed.model.scheme == ExponentialSPA(0.2, 0.008)
+    assert (changed.model.width, changed.model.hidden) == (128, 512)
+    assert (changed.optimizer.rate, changed.optimizer.clip) == (1e-3, None)
+    assert (changed.data.corpus, changed.train.compile) == ("a=b.txt", False)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("train.stps=3", "train.stps: TrainConfig has no such field; did you mean 'steps'"),
+        ("trian.steps=3", "did you mean 'train'"),
+        ("train.steps=many", "train.steps is 'many'; it must be a whole number"),
+        ("train.compile=maybe", "must be true or false"),
+        ("train.precision=fp8", "one of 'bf16', 'fp32'"),
+        ("train.steps.more=3", "nothing lies below it"),
+        ("train.steps", "has no '='"),
+        ("model.depht=3", "did you mean 'depth'"),
+        ("train.warmup=100", "leaves no step of 100"),
+        ("train.steps=0", "train.steps is 0"),
+        ("optimizer.name=adm", "adam"),
+    ],
+)
+def test_a_wrong_override_is_named_with_a_remedy(assignment, words):
+    with pytest.raises(ValueError, match=words):
+        small().override(assignment)
+
+
+def test_unknown_fields_of_a_file_are_errors():
+    with pytest.raises(ValueError, match="train has no field 'step'; did you mean 'steps'"):
+        Experiment.from_json(small().to_json().replace('"steps"', '"step"'))
+
+
+def test_recipes_are_appendix_h():
+    espa, c4 = recipe("wikitext103/e-spa"), recipe("c4/pre-ln")
+    assert (espa.train.steps, espa.train.batch_size, espa.train.length, espa.train.warmup) == (100_000, 16, 512, 4_000)
+    assert (c4.train.steps, c4.train.batch_size, c4.train.length) == (50_000, 8, 2_048)
+    assert (espa.optimizer.embedding_rate, c4.optimizer.embedding_rate) == (2e-4, 5e-4)
+    assert (espa.optimizer.name, espa.optimizer.clip, espa.optimizer.weight_decay) == ("adam", 0.1, 0.0)
+    assert espa.data == DataConfig("wikitext-103", vocab=32_000)
+    assert OptimizerConfig().betas == (0.9, 0.999)
+    assert len(names()) == 85
+    with pytest.raises(ValueError, match="no recipe 'wikitext103/espa'; nearest: wikitext103/e-spa"):
+        recipe("wikitext103/espa")
