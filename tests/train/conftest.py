@@ -26,7 +26,7 @@ def prepared(tmp_path_factory) -> Path:
 @pytest.fixture
 def experiment(prepared) -> Experiment:
     """Eight vanilla E-SPA blocks of width 32, for 24 steps on the CPU."""
-    model = preset("wikitext103/e-spa", width=32, heads=4, depth=8, vocab_size=257, length=32)
+    model = preset("wikitext103/e-spa", width=32, heads=4, depth=8, vocab_size=256, length=32)
     scheme = dataclasses.replace(model.scheme, repeat_rate=0.05)
     return Experiment(
         "test",

@@ -180,7 +180,7 @@ def test_a_diagonal_outside_the_band_is_said():
 
 def test_mistakes_before_training_are_named(experiment, tmp_path):
     small = dataclasses.replace(experiment, model=experiment.model.replace(vocab_size=100))
-    with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the 257 tokens.*--set model.vocab_size=257"):
+    with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the 256 tokens.*--set model.vocab_size=256"):
         train(small, tmp_path / "a", device="cpu", quiet=True)
     nowhere = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, folder=None))
     with pytest.raises(ValueError, match="data.folder is not set"):

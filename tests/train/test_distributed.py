@@ -1,0 +1,93 @@
+"""Two processes on a CPU against one: the same losses, and checkpoints that change hands between world sizes."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skipless.train.config import Experiment
+from skipless.train.loop import train
+from skipless.train.metrics import read_metrics
+
+RUN = """
+import sys, warnings
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from skipless.train.config import Experiment
+from skipless.train.loop import train
+train(Experiment.from_json(Path(sys.argv[1]).read_text()), sys.argv[2], resume=True, device="cpu", quiet=True)
+"""
+
+
+def changed(experiment: Experiment, **fields) -> Experiment:
+    return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **fields))
+
+
+def by_two(experiment: Experiment, folder, tmp_path) -> None:
+    """The run in two processes, as torchrun starts them."""
+    script, settings = tmp_path / "run.py", tmp_path / "experiment.json"
+    script.write_text(RUN)
+    settings.write_text(experiment.to_json())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, str(script), str(settings), str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def losses(folder) -> list[float]:
+    return [r["loss"] for r in read_metrics(folder) if "loss" in r]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(experiment, tmp_path, strategy):
+    """50 steps; every logged loss within 1e-5 of the single process's, and the validation too."""
+    torch.set_num_threads(1)
+    experiment = changed(experiment, steps=50, log_every=1, checkpoint_every=0, eval_every=50)
+    train(experiment, tmp_path / "one", device="cpu", quiet=True)
+    by_two(changed(experiment, strategy=strategy), tmp_path / "two", tmp_path)
+    alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(alone) == len(together) == 50
+    assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-5
+
+
+def test_a_checkpoint_of_two_is_taken_up_by_one_and_back(experiment, tmp_path):
+    """Steps 1–12 sharded over two processes, the rest in one; and the reverse. The losses are those of one process."""
+    torch.set_num_threads(1)
+    whole = changed(experiment, log_every=1)
+    train(whole, tmp_path / "whole", device="cpu", quiet=True)
+    for first, second in (("fsdp", "auto"), ("auto", "fsdp")):
+        folder = tmp_path / f"{first}-then-{second}"
+        half = changed(whole, strategy=first)
+        if first == "fsdp":
+            by_two(half, folder, tmp_path)
+        else:
+            train(half, folder, device="cpu", quiet=True)
+        _forget_the_second_half(folder, changed(whole, strategy=second))
+        if second == "fsdp":
+            by_two(changed(whole, strategy=second), folder, tmp_path)
+        else:
+            train(changed(whole, strategy=second), folder, resume=True, device="cpu", quiet=True)
+        differences = [abs(a - b) for a, b in zip(losses(tmp_path / "whole"), losses(folder), strict=True)]
+        assert max(differences) < 1e-5
+        final, expected = load_file(folder / "model.safetensors"), load_file(tmp_path / "whole" / "model.safetensors")
+        assert max((final[k] - expected[k]).abs().max() for k in expected) < 1e-4
+
+
+def _forget_the_second_half(folder, experiment: Experiment) -> None:
+    """What a kill after step 18 would have left, with the strategy changed."""
+    import shutil
+
+    (folder / "finished.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-000024")
+    (folder / "experiment.json").write_text(experiment.to_json())
