@@ -14,6 +14,7 @@ from skipless.nn.attention import AttentionOptions, LayerCache, Placement, Shape
 from skipless.nn.block import Block
 from skipless.nn.mlp import MLP
 from skipless.nn.position import Rotation
+from skipless.ops import flex
 from skipless.ops.layout import Layout
 from skipless.theory.shapes import AttentionShape
 
@@ -65,6 +66,9 @@ class Transformer(nn.Module):
         past: int = 0,
     ) -> Tensor:
         """X_L, the last block's output after the final norm where there is one: (batch, T, width)."""
+        if layout is None and caches is None and tokens.is_cuda:
+            layout = Layout.continuing(0, tokens.shape[1], tokens.device)
+            flex.prepare(layout, tokens.shape[0])  # one block mask for all blocks, made outside what is compiled
         placement = self.placement(tokens, layout, past)
         x = self.embed(tokens)
         self.prepare(past + tokens.shape[1] if layout is None else layout.extent or tokens.shape[1], x)

@@ -1,0 +1,137 @@
+"""Layout: where each query and key stands, when a row of the batch is not simply one sequence from its start."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+PADDING = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The location of each query and key within its document, and the document's id.
+
+    query_locations (batch, T_q) and key_locations (batch, T_k) hold integers ≥ 0; batch may be 1, for all rows alike.
+    Documents are ids ≥ 0 of the same shapes, or None for one document per row; −1 is padding, which nothing attends and
+    whose own output is 0. Attention stays within a document, and under a causal shape goes to locations ≤ the query's.
+    extent bounds the locations: all lie in 0 … extent−1. It is a Python number, so that checking it reads no device.
+    past, set by `continuing`, says that keys stand at 0 … T_k−1 and queries at past … T_k−1 without documents: the same
+    as no layout at all, but with a memo.
+
+    SPA biases depend on absolute locations (a location 0 that stands for all before it), so packing and padding need
+    this and not only a mask. Build one Layout for all blocks of a forward: kernels keep their block masks in `memo`.
+    """
+
+    query_locations: Tensor
+    key_locations: Tensor
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    extent: int | None = None
+    past: int | None = None
+    memo: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        if (self.query_documents is None) != (self.key_documents is None):
+            given, missing = ("key", "query") if self.query_documents is None else ("query", "key")
+            raise ValueError(f"{given}_documents are given without {missing}_documents: give both, or neither")
+        for side in ("query", "key"):
+            locations, documents = getattr(self, f"{side}_locations"), getattr(self, f"{side}_documents")
+            if locations.dim() != 2 or locations.is_floating_point():
+                raise ValueError(
+                    f"{side}_locations are {locations.dtype} shaped {tuple(locations.shape)}; they must be integers "
+                    "shaped (batch, length), with batch 1 where all rows are alike"
+                )
+            if documents is not None and documents.shape != locations.shape:
+                raise ValueError(
+                    f"{side}_documents are shaped {tuple(documents.shape)} and {side}_locations "
+                    f"{tuple(locations.shape)}; they must agree"
+                )
+        if self.extent is None:
+            object.__setattr__(self, "extent", self.key_locations.shape[1])
+
+    @classmethod
+    def continuing(cls, past: int, new: int, device: torch.device | str | None = None) -> "Layout":
+        """Decoding: `new` queries after `past` cached locations, all of one document. past=0 is a whole sequence."""
+        if past < 0 or new < 1:
+            raise ValueError(f"past={past}, new={new}; decoding needs past ≥ 0 and new ≥ 1")
+        keys = torch.arange(past + new, device=device)[None]
+        return cls(keys[:, past:], keys, past=past)
+
+    @classmethod
+    def packed(cls, document_ids: Tensor) -> "Layout":
+        """Several documents per row: ids (batch, T), where consecutive equal ids are one document and −1 is padding.
+
+        Locations restart at 0 with each document, so each is attended as if it were alone in the batch. Two documents
+        with the same id that do not touch stay apart.
+        """
+        if document_ids.dim() != 2 or document_ids.is_floating_point() or document_ids.dtype == torch.bool:
+            raise ValueError(
+                f"document_ids are {document_ids.dtype} shaped {tuple(document_ids.shape)}; they must be integers "
+                "shaped (batch, length)"
+            )
+        index = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+        starts = torch.ones_like(document_ids, dtype=torch.bool)
+        starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+        locations = index - torch.where(starts, index, 0).cummax(dim=1).values
+        runs = (starts.cumsum(dim=1) - 1).masked_fill(document_ids == PADDING, PADDING)
+        return cls(locations, locations, runs, runs)
+
+    @classmethod
+    def left_padded(cls, attention_mask: Tensor, queries: int | None = None) -> "Layout":
+        """One document per row, some slots padding: attention_mask (batch, T_k) is 1 or True where there is a token.
+
+        Locations count the tokens, so padding on the right or in between is as good. With `queries`, the queries are
+        the last so many slots and the rest is cache: decoding.
+        """
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask is shaped {tuple(attention_mask.shape)}; it must be (batch, T_k), 1 where there is "
+                "a token (a T×T mask is the shape's own business)"
+            )
+        slots = attention_mask.shape[1]
+        queries = slots if queries is None else queries
+        if not 1 <= queries <= slots:
+            raise ValueError(f"queries={queries} of {slots} slots: use a number from 1 to {slots}")
+        token = attention_mask != 0
+        locations = (token.cumsum(dim=1) - 1).clamp(min=0)
+        documents = torch.where(token, 0, PADDING)
+        return cls(locations[:, slots - queries :], locations, documents[:, slots - queries :], documents)
+
+    def to(self, device: torch.device | str | int) -> "Layout":
+        """On another device: itself where it is there already, and one copy per device for all blocks."""
+        if self.key_locations.to(device) is self.key_locations:
+            return self
+        return self._changed(("to", str(device)), lambda tensor: tensor.to(device))
+
+    def for_rows(self, batch: int) -> "Layout":
+        """With a row of its own for each of `batch` rows, where batch 1 stood for all: what kernels index."""
+        if self.past is not None or self.query_locations.shape[0] == self.key_locations.shape[0] == batch:
+            return self
+        return self._changed(("rows", batch), lambda tensor: tensor.expand(batch, -1).contiguous())
+
+    def _changed(self, key: tuple, change: Callable[[Tensor], Tensor]) -> "Layout":
+        if key in self.memo:
+            return self.memo[key]
+        queries, keys = self.query_documents, self.key_documents
+        changed = Layout(
+            change(self.query_locations),
+            change(self.key_locations),
+            None if queries is None else change(queries),
+            None if keys is None else change(keys),
+            self.extent,
+            self.past,
+        )
+        if not torch.compiler.is_compiling():
+            self.memo[key] = changed
+        return changed
+
+    def visible(self, causal: bool) -> Tensor:
+        """Which keys each query may attend, (batch or 1, T_q, T_k): the definition, dense."""
+        queries, keys = self.query_locations[:, :, None], self.key_locations[:, None, :]
+        visible = keys <= queries if causal else torch.ones_like(keys <= queries)
+        if self.query_documents is None or self.key_documents is None:
+            return visible
+        same = self.query_documents[:, :, None] == self.key_documents[:, None, :]
+        return visible & same & (self.query_documents != PADDING)[:, :, None]
