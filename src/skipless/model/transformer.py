@@ -66,7 +66,7 @@ class Transformer(nn.Module):
         past: int = 0,
     ) -> Tensor:
         """X_L, the last block's output after the final norm where there is one: (batch, T, width)."""
-        if layout is None and caches is None and tokens.is_cuda:
+        if layout is None and caches is None and tokens.is_cuda and self.config.causal:
             layout = Layout.continuing(0, tokens.shape[1], tokens.device)
             flex.prepare(layout, tokens.shape[0])  # one block mask for all blocks, made outside what is compiled
         placement = self.placement(tokens, layout, past)
