@@ -131,9 +131,9 @@ def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[st
     if corpus is None:
         if subject.validation is None:
             raise ValueError("nothing to evaluate on: this model comes without prepared data; give --corpus or --tasks")
-        return {str(subject.validation[0]): _prepared(subject, *subject.validation, options)}
+        corpus = str(subject.validation)
     if (Path(corpus) / MANIFEST).is_file():
-        return {corpus: _prepared(subject, Path(corpus), "valid", options)}
+        return {corpus: _prepared(subject, Path(corpus), options)}
     result = evaluate_text(
         subject.model,
         subject.tokenizer,
@@ -145,7 +145,7 @@ def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[st
     return {corpus: result}
 
 
-def _prepared(subject: "Subject", folder: Path, split: str, options: Options) -> "EvalResult":
+def _prepared(subject: "Subject", folder: Path, options: Options) -> "EvalResult":
     from skipless.data.loader import TokenLoader
     from skipless.data.store import TokenStore
     from skipless.train.evaluate import evaluate_loss
@@ -155,7 +155,7 @@ def _prepared(subject: "Subject", folder: Path, split: str, options: Options) ->
         raise ValueError(
             f"--stride and --separate cut text, and {folder} holds tokens; name the text itself with --corpus"
         )
-    store = TokenStore(folder, split)
+    store = TokenStore(folder, "valid")
     store.check_tokenizer(subject.tokenizer)
     loader = TokenLoader(store, options.length, max(1, BATCH_TOKENS // options.length))
     return evaluate_loss(subject.model, loader, max_tokens=options.max_tokens, precision=options.precision)

@@ -1,0 +1,130 @@
+"""The folder being prepared: who may write to it, what was asked for, and how far it has come."""
+
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from skipless.data.shards import ASIDE, Section, append_line, read_lines, write_whole, writing
+from skipless.data.store import MANIFEST, VERIFIED, read_manifest
+from skipless.data.tokenizer import MODEL_FILE
+
+OPTIONS, JOURNAL, LOCK = "options.json", "sections.jsonl", ".lock"
+
+
+class Folder:
+    """A folder under preparation. Its own files are the only ones it ever deletes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep a second `skipless prepare` out; the lock ends with the process, however that ends."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file: give --out a folder")
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / LOCK).open("w")
+        with file:
+            try:
+                fcntl = import_module("fcntl")
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except ImportError:
+                pass  # no such locks on Windows
+            except OSError as error:
+                raise ValueError(
+                    f"another skipless prepare is writing to {self.path}: wait for it, or use another --out"
+                ) from error
+            yield
+
+    def claim(self, options: dict, force: bool) -> None:
+        """Make the folder that of these options, or refuse: other options, or a folder of something else."""
+        path = self.path / OPTIONS
+        foreign = [file.name for file in self.path.iterdir() if not self._own(file)]
+        if foreign and not path.is_file():
+            raise ValueError(
+                f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): give --out a folder of its own"
+            )
+        if path.is_file() and not force:
+            self._compare(json.loads(path.read_bytes()), options)
+        elif force:
+            self._clear()
+        for leftover in self.path.glob(f"*{ASIDE}"):
+            leftover.unlink()
+        if not path.is_file():
+            write_whole(path, json.dumps(options, indent=1).encode() + b"\n")
+
+    def _own(self, file: Path) -> bool:
+        shard = file.suffix == ".bin" and file.name.startswith(("train-", "valid-"))
+        return shard or file.suffix == ASIDE or file.name in (OPTIONS, JOURNAL, LOCK, MANIFEST, VERIFIED, MODEL_FILE)
+
+    def _compare(self, there: dict, here: dict) -> None:
+        there, here = _flat(there), _flat(json.loads(json.dumps(here)))
+        differing = [
+            f"{key}: {there.get(key)} there, {here.get(key)} now"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key)
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.path} was prepared with other options ({'; '.join(differing)}): use another --out, or --force "
+                "to start over"
+            )
+
+    def _clear(self) -> None:
+        def last(file: Path) -> int:
+            return 0 if file.name == MANIFEST else 2 if file.name == OPTIONS else 1
+
+        for file in sorted(self.path.iterdir(), key=last):
+            if self._own(file) and file.name != LOCK:
+                file.unlink()
+
+    def complete(self) -> bool:
+        """Whether the manifest is there."""
+        return (self.path / MANIFEST).is_file()
+
+    def reopen(self) -> None:
+        """Turn a finished folder back into an unfinished one, for shards that have gone missing."""
+        manifest = read_manifest(self.path)
+        lines = [{"tokenizer": manifest.tokenizer}, *(section.to_json() for section in manifest.sections)]
+        write_whole(self.path / JOURNAL, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        (self.path / MANIFEST).unlink()
+
+    def tokenizer(self) -> dict | None:
+        """The description of the tokenizer that made the finished sections, if there are any."""
+        return next((line["tokenizer"] for line in read_lines(self.path / JOURNAL) if "tokenizer" in line), None)
+
+    def sections(self) -> dict[int, Section]:
+        """Finished sections by index, whether or not their files are still there."""
+        found = (Section.from_json(line) for line in read_lines(self.path / JOURNAL) if "index" in line)
+        return {section.index: section for section in found}
+
+    def present(self, section: Section) -> bool:
+        """Whether all of the section's shards are there."""
+        return all((self.path / shard.file).is_file() for shard in section.shards)
+
+    def note_tokenizer(self, described: dict) -> None:
+        """Start the journal."""
+        append_line(self.path / JOURNAL, {"tokenizer": described})
+
+    def note_section(self, section: Section) -> None:
+        """Add a finished section to the journal."""
+        append_line(self.path / JOURNAL, section.to_json())
+
+    def finish(self, manifest: str) -> None:
+        """Write the manifest; the journal has done its work."""
+        write_whole(self.path / MANIFEST, manifest.encode())
+        os.unlink(self.path / JOURNAL)
+
+
+def _flat(values: dict, prefix: str = "") -> dict:
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

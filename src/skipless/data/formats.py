@@ -1,0 +1,245 @@
+"""Documents of one file. What a document is depends on the file's suffix:
+
+    .txt              an article: articles are separated by two or more empty lines, which belong to none of them;
+                      a file without such a gap is one document
+    .raw              an article of WikiText: it starts at a first-level heading, " = Title = "
+    .py .md .rst      the whole file
+    .jsonl .ndjson    the text field of each line
+    .parquet          the text column of each row
+
+each plain or packed (.gz, .xz, .zst). A document longer than 4 MiB is cut at line ends into several, so that memory
+stays bounded; empty documents are left out. Nothing else is changed: text keeps its line ends and spaces.
+"""
+
+import json
+import re
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from skipless.data.files import Seen, compression, named_errors, opened
+
+LONGEST = 4 << 20  # bytes
+BLOCK = 1 << 20
+KINDS = {
+    ".txt": "text",
+    ".raw": "wikitext",
+    ".py": "whole",
+    ".md": "whole",
+    ".rst": "whole",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+}
+HEADING = re.compile(rb" = [^=\s].* = \r?\n")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read files: the field that holds the text of .jsonl and .parquet, and what to do with invalid UTF-8.
+
+    "error" names the file and the byte; "replace" puts U+FFFD in its place.
+    """
+
+    text_field: str = "text"
+    invalid_utf8: Literal["error", "replace"] = "error"
+
+    def __post_init__(self):
+        if self.invalid_utf8 not in ("error", "replace"):
+            raise ValueError(f"invalid_utf8={self.invalid_utf8!r}: use 'error' or 'replace'")
+
+
+def kind_of(path: Path) -> str | None:
+    """The format of a file by its suffix, below that of its compression; None if it is not one we read."""
+    inner = path.with_suffix("") if compression(path) else path
+    return KINDS.get(inner.suffix.lower())
+
+
+def documents(path: Path, reading: Reading, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:
+    """The documents of one file after the first `skip`, read as a stream."""
+    kind = kind_of(path)
+    if kind == "parquet":
+        found = _parquet(path, reading, seen)
+    elif kind == "jsonl":
+        found = _jsonl(path, reading, seen)
+    elif kind in ("text", "whole", "wikitext"):
+        found = _text(path, kind, reading, seen)
+    else:
+        raise ValueError(
+            f"{path}: the suffix must be one of {' '.join(KINDS)}, and may be followed by .gz, .xz or .zst"
+        )
+    with closing(found):
+        yield from islice((text for text in found if text), skip, None)
+
+
+def _text(path: Path, kind: str, reading: Reading, seen: Seen | None) -> Generator[str]:
+    with opened(path, seen) as stream:
+        found = _offsets(wikitext_articles(stream)) if kind == "wikitext" else articles(_blocks(stream), kind == "text")
+        for at, data in found:
+            yield _decode(path, at, data, reading)
+
+
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    while block := stream.read(BLOCK):
+        yield block
+
+
+def _offsets(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    for piece in pieces:
+        yield at, piece
+        at += len(piece)
+
+
+def articles(blocks: Iterable[bytes], split: bool = True) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, bytes) of each document, split at two or more empty lines; with split=False only where too long.
+
+    The result depends on the bytes, not on how they arrive in blocks.
+    """
+    separator, rest, at, opening = b"", b"", 0, True
+    for block in blocks:
+        rest += block
+        if not split:
+            pieces = list(_pieces(at, rest, slack=8))
+        else:
+            separator = separator or _separator(rest)
+            *complete, rest = rest.split(separator) if separator else [rest]
+            for document in complete:
+                yield from _pieces(*_strip(at, document, opening, True))
+                at, opening = at + len(document) + len(separator), True
+            pieces = list(_pieces(*_strip(at, rest, opening, False), slack=8))
+        yield from pieces[:-1]
+        opening = opening and len(pieces) == 1
+        at, rest = pieces[-1]
+    yield from _pieces(*(_strip(at, rest, opening, True) if split else (at, rest)))
+
+
+def _separator(data: bytes) -> bytes:
+    """Three line ends of the kind the file's first line has; empty while there is no line end."""
+    end = data.find(b"\n")
+    if end < 0:
+        return b""
+    return b"\r\n\r\n\r\n" if data[:end].endswith(b"\r") else b"\n\n\n"
+
+
+def _strip(at: int, data: bytes, left: bool, right: bool) -> tuple[int, bytes]:
+    bare = data.lstrip(b"\r\n") if left else data
+    at += len(data) - len(bare)
+    return at, bare.rstrip(b"\r\n") if right else bare
+
+
+def _pieces(at: int, data: bytes, slack: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Cut `data` so that no piece is longer than LONGEST: after the last line end, or else between two characters.
+
+    With slack the last piece may be so much longer: a separator may still be about to end there.
+    """
+    while len(data) > LONGEST + slack:
+        cut = data.rfind(b"\n", 0, LONGEST) + 1
+        if not cut:
+            cut = next((i for i in range(LONGEST, LONGEST - 4, -1) if data[i] & 0xC0 != 0x80), LONGEST)
+        yield at, data[:cut]
+        at, data = at + cut, data[cut:]
+    yield at, data
+
+
+def wikitext_articles(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """WikiText's lines as articles: a first-level heading after an empty line starts one. Nothing is left out."""
+    held: list[bytes] = []
+    size, blank, started = 0, True, False
+    for line in lines:
+        heading = blank and HEADING.fullmatch(line) is not None
+        if (heading and started) or size > LONGEST:
+            yield b"".join(held)
+            held, size = [], 0
+        started = started or heading
+        held.append(line)
+        size += len(line)
+        blank = not line.strip()
+    yield b"".join(held)
+
+
+def _decode(path: Path, at: int, data: bytes, reading: Reading) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if reading.invalid_utf8 == "replace":
+            return data.decode("utf-8", "replace")
+        raise ValueError(
+            f"{path}: byte {at + error.start} (0x{data[error.start]:02x}) is not valid UTF-8: convert the file "
+            "(iconv -f LATIN1 -t UTF-8), or replace such bytes by U+FFFD with --invalid-utf8 replace"
+        ) from error
+
+
+def _jsonl(path: Path, reading: Reading, seen: Seen | None) -> Generator[str]:
+    at = 0
+    with opened(path, seen) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield from _long(_record_text(f"{path}, line {number}", _decode(path, at, line, reading), reading))
+            at += len(line)
+
+
+def _record_text(place: str, line: str, reading: Reading) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON ({error}): each line must be one object") from error
+    if not isinstance(record, dict) or not isinstance(record.get(reading.text_field), str):
+        fields = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(
+            f"{place} has no text in {reading.text_field!r}: name the field with --text-field; it has: {fields}"
+        )
+    text = record[reading.text_field]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        if reading.invalid_utf8 == "replace":
+            return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        raise ValueError(
+            f"{place}: {error.reason} at character {error.start}: mend the line, or use --invalid-utf8 replace"
+        ) from error
+    return text
+
+
+def _long(text: str) -> Iterator[str]:
+    if len(text) <= LONGEST // 4:  # no character takes more than four bytes
+        yield text
+    else:
+        yield from (piece.decode("utf-8") for _, piece in _pieces(0, text.encode("utf-8")))
+
+
+def _parquet(path: Path, reading: Reading, seen: Seen | None) -> Generator[str]:
+    if compression(path):
+        raise ValueError(f"{path}: parquet is compressed inside and must be seekable: unpack it first")
+    try:
+        parquet = import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ValueError(f"{path}: reading parquet needs pyarrow: pip install 'skipless[data]'") from error
+    with named_errors(path):
+        try:
+            file = parquet.ParquetFile(path)
+        except ValueError as error:  # pyarrow's ArrowInvalid
+            raise ValueError(
+                f"{path} is not a whole parquet file ({str(error).splitlines()[0]}): fetch it again"
+            ) from error
+        with file:
+            yield from _parquet_rows(path, file, reading)
+    if seen:
+        seen(path.stat().st_size)
+
+
+def _parquet_rows(path: Path, file, reading: Reading) -> Iterator[str]:
+    names = file.schema_arrow.names
+    if reading.text_field not in names:
+        raise ValueError(f"{path} has no column {reading.text_field!r}: name one with --text-field: {', '.join(names)}")
+    row = 0
+    for batch in file.iter_batches(batch_size=256, columns=[reading.text_field]):
+        for text in batch.column(0).to_pylist():
+            if not isinstance(text, str):
+                raise ValueError(f"{path}, row {row}: {reading.text_field!r} holds {text!r}, not text")
+            yield from _long(text)
+            row += 1

@@ -1,0 +1,213 @@
+"""The stateless loader: a batch is a function of (seed, step, rank, world), so resuming needs no state."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipless.data.permutation import Permutation
+from skipless.data.store import TokenStore
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of T+1 tokens, (batch, T+1) int64, and for packed documents the ids of the inputs, (batch, T) int64.
+
+    Location t of `inputs` predicts location t of `targets`. Documents count up from 0 in each row; the end-of-document
+    token belongs to the document it ends, and predicts the first token of the next.
+    """
+
+    tokens: Tensor
+    documents: Tensor | None = None
+
+    @property
+    def inputs(self) -> Tensor:
+        """(batch, T): all but the last token."""
+        return self.tokens[:, :-1]
+
+    @property
+    def targets(self) -> Tensor:
+        """(batch, T): all but the first token."""
+        return self.tokens[:, 1:]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The batch with each tensor changed."""
+        return Batch(change(self.tokens), None if self.documents is None else change(self.documents))
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """On a device; from pinned memory the copy does not wait."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class TokenLoader:
+    """Batches of `batch_size` windows of `length` tokens, over all ranks together; this rank gets its slice.
+
+    Window w is tokens wT … wT+T, so that each token but the first is a target once in an epoch; fewer than T tokens at
+    the end are left out. Sample g = step · batch_size + row is window π_epoch(g mod W), where epoch = g div W and
+    π_epoch is a pseudo-random order of the W windows by (seed, epoch). The global batch therefore does not depend on
+    `world`, and a corpus with fewer windows than a batch just has short epochs.
+
+    With documents=True batches carry document ids, for Layout.packed(batch.documents).
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        length: int,
+        batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        *,
+        documents: bool = False,
+    ):
+        if length < 1 or batch_size < 1 or seed < 0:
+            raise ValueError(f"length={length}, batch_size={batch_size}, seed={seed}: the first two ≥ 1, the seed ≥ 0")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank} of world={world}: ranks go from 0 to world−1")
+        if batch_size % world:
+            below, above = batch_size // world * world, -(-batch_size // world) * world
+            nearest = " or ".join(str(size) for size in (below, above) if size)
+            raise ValueError(f"batch_size={batch_size} does not divide over {world} ranks: use {nearest}")
+        self.windows = (len(store) - 1) // length
+        if self.windows < 1:
+            raise ValueError(
+                f"{store.folder} ({store.split}) has {len(store):,} tokens, and one window of length={length} needs "
+                f"{length + 1:,}: use length ≤ {len(store) - 1}, or more text"
+            )
+        self.store, self.length, self.batch_size, self.seed = store, length, batch_size, seed
+        self.rank, self.world, self.documents = rank, world, documents
+        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.windows, seed, epoch))
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """How many steps see each window once."""
+        return self.windows / self.batch_size
+
+    def window_ids(self, step: int) -> np.ndarray:
+        """The windows that this rank sees at `step`, (batch_size / world,)."""
+        if step < 0:
+            raise ValueError(f"step={step}: steps count from 0")
+        share = self.batch_size // self.world
+        first = step * self.batch_size + self.rank * share
+        samples = np.arange(first, first + share)
+        epochs, positions = np.divmod(samples, self.windows)
+        found = np.empty(share, dtype=np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = self._order(int(epoch))(positions[here])
+        return found
+
+    def batch(self, step: int) -> Batch:
+        """This rank's rows of the batch of `step`, on the CPU: (batch_size / world, T+1)."""
+        return self._rows(self.window_ids(step))
+
+    def _rows(self, windows: np.ndarray, pin: bool = False) -> Batch:
+        # filled in place: a copy to pinned memory would wake all of torch's threads, and they cost more than it does
+        rows = torch.empty(len(windows), self.length + 1, dtype=torch.int64, pin_memory=pin)
+        self.store.gather(windows * self.length, rows.numpy())
+        if not self.documents:
+            return Batch(rows)
+        ends = rows.numpy()[:, :-1] == self.store.end
+        documents = torch.empty(len(windows), self.length, dtype=torch.int64, pin_memory=pin)
+        np.cumsum(ends, axis=1, out=documents.numpy())
+        documents.numpy()[:] -= ends
+        return Batch(rows, documents)
+
+    def batches(self, start: int = 0, device: torch.device | str | None = None, ahead: int = 4) -> "Prefetch":
+        """Batches of steps start, start+1, …, without end, made by a thread up to `ahead` before they are asked for."""
+        pin = _is_cuda(device)
+        return Prefetch((self._rows(self.window_ids(step), pin) for step in _count(start)), device, ahead)
+
+    def sweep(self, device: torch.device | str | None = None, ahead: int = 4) -> "Prefetch":
+        """Every window once and in order, for evaluation. All ranks get equally many batches.
+
+        The last batch may be smaller, and has no rows for some ranks where it does not reach all of them.
+        """
+        return Prefetch(self._sweep(_is_cuda(device)), device, ahead)
+
+    def _sweep(self, pin: bool) -> Iterator[Batch]:
+        for first in range(0, self.windows, self.batch_size):
+            windows = np.arange(first, min(first + self.batch_size, self.windows))
+            yield self._rows(np.array_split(windows, self.world)[self.rank], pin)
+
+
+def _count(start: int) -> Iterator[int]:
+    while True:
+        yield start
+        start += 1
+
+
+def _is_cuda(device: torch.device | str | None) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+class Prefetch:
+    """An iterator that a background thread keeps ahead of. `waited` is the seconds spent waiting for it so far.
+
+    Batches for a CUDA device should be in pinned memory: they are copied without waiting. Use it in a `with` block,
+    or call close, to end the thread early.
+    """
+
+    def __init__(self, batches: Iterator[Batch], device: torch.device | str | None = None, ahead: int = 4):
+        if ahead < 1:
+            raise ValueError(f"ahead={ahead}: at least one batch must be ready")
+        self.waited = 0.0
+        self._device = None if device is None else torch.device(device)
+        if self._device is not None and _is_cuda(device) and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._fill, args=(batches,), daemon=True, name="skipless-loader")
+        self._thread.start()
+
+    def _fill(self, batches: Iterator[Batch]) -> None:
+        try:
+            if self._device is not None and _is_cuda(self._device):
+                torch.cuda.set_device(self._device)  # a thread starts on device 0, whatever its parent uses
+            for batch in batches:
+                self._put(batch)
+                if self._closed.is_set():
+                    return
+            self._put(StopIteration())
+        except Exception as error:
+            self._put(error)
+
+    def _put(self, item: Batch | BaseException) -> None:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(item, timeout=0.1)
+                break
+            except queue.Full:
+                pass
+
+    def __iter__(self) -> "Prefetch":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed.is_set():
+            raise StopIteration
+        started = time.perf_counter()
+        item = self._ready.get()
+        self.waited += time.perf_counter() - started
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        return item if self._device is None else item.to(self._device)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,259 @@
+"""From a corpus to a folder of token shards. Can be killed at any moment and run again.
+
+The folder, in the order in which its files appear:
+
+    options.json      what was asked for; a run with other options refuses the folder
+    tokenizer.model   the SentencePiece model (not for bytes)
+    train-00000.bin   tokens, raw; and valid-00000.bin from the same section of the corpus
+    sections.jsonl    one line per finished section, until the manifest takes its place
+    manifest.json     counts, hashes and the repeat rate: the folder is complete
+    verified.json     when each shard was last found good; may be deleted
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from skipless.data.corpora import Corpus, held_out, open_corpus
+from skipless.data.folder import Folder
+from skipless.data.formats import Reading
+from skipless.data.progress import Progress
+from skipless.data.sections import SectionWriter, Source, available_cores, chunks, tokenised
+from skipless.data.shards import Section, Shard, check_sizes, write_whole
+from skipless.data.store import Manifest, Split, folder_tokenizer, match_tokenizer, read_manifest, verify_shards
+from skipless.data.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer, token_dtype
+from skipless.data.training import TokenizerChoice, TrainUnigram
+from skipless.theory.tokens import repeat_rate
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What to prepare: a corpus, a tokenizer, and which text to hold out.
+
+    Validation text is `valid` if given, else the share `valid_fraction` of the documents, chosen by their hash, if
+    given, else what the corpus itself holds out, else a share of .005 (.05 of stdlib). A shard holds about shard_mb
+    million characters.
+    """
+
+    corpus: str = "stdlib"
+    tokenizer: TokenizerChoice = field(default_factory=TrainUnigram)
+    valid: str | None = None
+    valid_fraction: float | None = None
+    shard_mb: float = 64.0
+    reading: Reading = field(default_factory=Reading)
+    download: bool = False
+
+    def __post_init__(self):
+        if self.valid is not None and self.valid_fraction is not None:
+            raise ValueError("validation text is given twice: use either --valid or --valid-fraction")
+        if self.valid_fraction is not None and not 0.0 <= self.valid_fraction < 1.0:
+            raise ValueError(f"valid_fraction={self.valid_fraction}: use a share from 0 to below 1; .005 is usual")
+        if self.shard_mb <= 0:
+            raise ValueError(f"shard_mb={self.shard_mb}: use a positive size; 64 is usual")
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """The corpora behind a Preparation, opened."""
+
+    corpus: Corpus
+    valid: Corpus | None
+    fraction: float
+
+    @property
+    def sources(self) -> list[Source]:
+        rest = "hash" if self.valid is None else "train"
+        held = self.valid.parts if self.valid else ()
+        return [Source(part, rest) for part in self.corpus.parts] + [Source(part, "valid") for part in held]
+
+    def trains(self, text: bytes) -> bool:
+        return self.valid is not None or not held_out(text, self.fraction)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """How to do it, which changes nothing of the result."""
+
+    workers: int
+    progress: Progress
+
+
+def prepare(
+    plan: Preparation,
+    out: str | Path,
+    workers: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Tokenise a corpus into `out` and return its manifest. Resumes where an earlier run stopped.
+
+    The result depends on the plan and the text alone, not on `workers` or interruptions. On a finished folder it
+    checks every shard and writes nothing; a shard that was deleted is made again. force starts over.
+    """
+    workers = available_cores() if workers is None else workers
+    if workers < 1:
+        raise ValueError(f"workers={workers}: at least one thread must tokenise")
+    progress = progress or Progress(quiet=True)
+    texts = _open_texts(plan)
+    options = _options(plan, texts)
+    folder = Folder(Path(out))
+    with folder.locked():
+        folder.claim(options, force)
+        if folder.complete():
+            manifest = read_manifest(folder.path)
+            shards = [shard for section in manifest.sections for shard in section.shards]
+            if all(folder.present(section) for section in manifest.sections):
+                return _nothing_to_do(folder, manifest, shards, progress)
+            folder.reopen()
+        tokenizer = _tokenizer(folder, plan, texts, progress)
+        try:
+            _fill(folder, plan, texts, tokenizer, _Job(workers, progress))
+        finally:
+            progress.stop()
+        return _finish(folder, options, tokenizer, progress)
+
+
+def _open_texts(plan: Preparation) -> _Texts:
+    corpus = open_corpus(plan.corpus, plan.reading, plan.download)
+    if plan.valid is not None:
+        return _Texts(corpus, open_corpus(plan.valid, plan.reading, plan.download), 0.0)
+    if plan.valid_fraction is None and corpus.validation is not None:
+        return _Texts(corpus, corpus.validation, 0.0)
+    return _Texts(corpus, None, corpus.valid_fraction if plan.valid_fraction is None else plan.valid_fraction)
+
+
+def _options(plan: Preparation, texts: _Texts) -> dict:
+    def described(corpus: Corpus) -> dict:
+        return {"name": corpus.name, "fingerprint": corpus.fingerprint()[:16]}
+
+    return {
+        "corpus": described(texts.corpus),
+        "valid": described(texts.valid) if texts.valid else {"fraction": texts.fraction},
+        "tokenizer": plan.tokenizer.describe(),
+        "shard_mb": plan.shard_mb,
+        "text_field": plan.reading.text_field,
+        "invalid_utf8": plan.reading.invalid_utf8,
+    }
+
+
+def _nothing_to_do(folder: Folder, manifest: Manifest, shards: list[Shard], progress: Progress) -> Manifest:
+    check_sizes(folder.path, shards, np.dtype(manifest.dtype).itemsize)
+    verify_shards(folder.path, shards, trust=False)
+    folder_tokenizer(folder.path, manifest.tokenizer)
+    progress.say(f"{folder.path} is complete: {len(shards)} shards checked, nothing to do")
+    return manifest
+
+
+def _describe(tokenizer: Tokenizer) -> dict:
+    return {
+        "kind": tokenizer.kind,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "end": tokenizer.end,
+    }
+
+
+def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progress) -> Tokenizer:
+    """The folder's tokenizer: as an earlier run left it, or made now and kept."""
+    path = folder.path / MODEL_FILE
+    described = folder.tokenizer()
+    if path.is_file():
+        tokenizer = load_tokenizer(path)
+    else:
+        if isinstance(plan.tokenizer, TrainUnigram):
+            size, sample = plan.tokenizer.vocab_size, plan.tokenizer.sample_mb
+            progress.say(
+                f"training a tokenizer: unigram, {size:,} pieces, on up to {sample:g} MB of {texts.corpus.name}"
+            )
+        tokenizer = plan.tokenizer.make(texts.corpus.parts, texts.trains)
+        if tokenizer.model is not None:
+            write_whole(path, tokenizer.model)
+    if described is None:
+        folder.note_tokenizer(_describe(tokenizer))
+    else:
+        match_tokenizer(folder.path, described, tokenizer)
+    return tokenizer
+
+
+def _fill(folder: Folder, plan: Preparation, texts: _Texts, tokenizer: Tokenizer, job: _Job) -> None:
+    """Write every section that is not there yet."""
+    known = folder.sections()
+    present = _checked(folder, known, token_dtype(tokenizer.vocab_size), job.progress)
+    sizes = [source.part.size() for source in texts.sources]
+    total = None if None in sizes else sum(size or 0 for size in sizes)
+    index, place, last = 0, (0, 0), False
+    while not last:
+        if index not in present:
+            stop = min((later for later in present if later > index), default=None)
+            job.progress.start(total, sum(size or 0 for size in sizes[: place[0]]))
+            found = chunks(texts.sources, place, index, round(plan.shard_mb * 1e6), job.progress.advance)
+            with closing(tokenised(found, tokenizer, texts.fraction, job.workers)) as stream:
+                for section in _write(folder, stream, stop, job.progress):
+                    _same(known.get(section.index), section)
+                    present[section.index] = section
+        index, place, last = index + 1, present[index].end, present[index].last
+
+
+def _checked(folder: Folder, known: dict[int, Section], dtype: np.dtype, progress: Progress) -> dict[int, Section]:
+    """The finished sections whose shards are there, each found whole and undamaged."""
+    present = {index: section for index, section in known.items() if folder.present(section)}
+    shards = [shard for section in present.values() for shard in section.shards]
+    check_sizes(folder.path, shards, dtype.itemsize)
+    verify_shards(folder.path, shards, trust=False)
+    if present:
+        progress.say(f"resuming: {len(present)} finished sections ({len(shards)} shards) checked and kept")
+    return present
+
+
+def _same(before: Section | None, now: Section) -> None:
+    if before not in (None, now):
+        raise ValueError(f"section {now.index} comes out otherwise than before: the corpus has changed; use --force")
+
+
+def _write(folder: Folder, stream, stop: int | None, progress: Progress) -> Iterator[Section]:
+    """Write sections up to `stop`, or to the end of the corpus, noting each one when it is safe."""
+    writer = SectionWriter(folder.path)
+    try:
+        for chunk, encoded in stream:
+            section = writer.add(chunk, encoded)
+            progress.tokens(sum(len(part.tokens) for part in encoded))
+            if section is not None:
+                folder.note_section(section)
+                yield section
+                if section.last or section.index + 1 == stop:
+                    return
+    finally:
+        writer.abandon()
+
+
+def _finish(folder: Folder, options: dict, tokenizer: Tokenizer, progress: Progress) -> Manifest:
+    sections = tuple(section for _, section in sorted(folder.sections().items()))
+    shards = [shard for section in sections for shard in section.shards]
+    dtype = token_dtype(tokenizer.vocab_size)
+    if not any(shard.split == "train" for shard in shards):
+        raise ValueError(
+            f"{options['corpus']['name']} holds no text to train on: check the path, or lower --valid-fraction"
+        )
+    splits = {}
+    for name in ("train", "valid"):
+        mine = [shard for shard in shards if shard.split == name]
+        tokens = sum(shard.tokens for shard in mine)
+        rate = repeat_rate(_pieces(folder.path, mine, dtype)) if tokens > 1 else None
+        documents, text_bytes = sum(shard.documents for shard in mine), sum(shard.text_bytes for shard in mine)
+        splits[name] = Split(tokens, documents, text_bytes, rate)
+        measured = f", r = {rate:.5f}" if rate is not None else ""
+        progress.say(f"{name}: {tokens:,} tokens in {documents:,} documents, {text_bytes / 1e6:.1f} MB{measured}")
+    verify_shards(folder.path, shards, trust=False)
+    manifest = Manifest(options, _describe(tokenizer), dtype.str, splits, sections)
+    folder.finish(manifest.to_json())
+    return manifest
+
+
+def _pieces(folder: Path, shards: list[Shard], dtype: np.dtype) -> Iterator[np.ndarray]:
+    for shard in shards:
+        tokens = np.memmap(folder / shard.file, dtype=dtype, mode="r")
+        for start in range(0, len(tokens), 1 << 20):
+            yield np.asarray(tokens[start : start + (1 << 20)])

@@ -1,0 +1,207 @@
+"""Reading a prepared folder: its manifest, and its tokens as one long memory-mapped array."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from skipless.data.shards import Section, Shard, check_hash, check_sizes, write_whole
+from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
+
+MANIFEST = "manifest.json"
+VERIFIED = "verified.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """What a split holds in all. repeat_rate is r = P(two tokens are equal), None below two tokens."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+    repeat_rate: float | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a prepared folder, written last: a folder with a manifest is complete."""
+
+    options: dict
+    tokenizer: dict
+    dtype: str
+    splits: dict[str, Split]
+    sections: tuple[Section, ...]
+
+    def shards(self, split: str) -> list[Shard]:
+        """The shards of one split, in order."""
+        return [shard for section in self.sections for shard in section.shards if shard.split == split]
+
+    def to_json(self) -> str:
+        """Sorted and without dates: equal content, equal bytes."""
+        values = {
+            "format": FORMAT,
+            "options": self.options,
+            "tokenizer": self.tokenizer,
+            "dtype": self.dtype,
+            "splits": {name: vars(split) for name, split in self.splits.items()},
+            "sections": [section.to_json() for section in self.sections],
+        }
+        return json.dumps(values, indent=1, sort_keys=True) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder; an error that says how far the folder has come if there is none."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        started = (folder / "options.json").is_file()
+        problem = "is not finished" if started else "is not a prepared folder"
+        raise ValueError(f"{folder} {problem} (no {MANIFEST}): run `skipless prepare … --out {folder}`")
+    try:
+        values = json.loads(path.read_bytes())
+        if values["format"] != FORMAT:
+            raise ValueError(f"format {values['format']}, and this version reads {FORMAT}")
+        return Manifest(
+            options=values["options"],
+            tokenizer=values["tokenizer"],
+            dtype=values["dtype"],
+            splits={name: Split(**split) for name, split in values["splits"].items()},
+            sections=tuple(Section.from_json(section) for section in values["sections"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged or of another version ({error}): prepare the folder again with --force"
+        ) from error
+
+
+class TokenStore:
+    """The tokens of one split of a prepared folder, as if they were one array; shards stay on disk until touched.
+
+    Opening checks that the tokenizer is the one the shards were made with and that each shard has its length. With
+    verify="changed" a shard is hashed when it differs in size or times from when it was last found good (prepare
+    notes that); "always" hashes all; "never" none.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        split: str = "train",
+        verify: Literal["changed", "always", "never"] = "changed",
+    ):
+        if verify not in ("changed", "always", "never"):
+            raise ValueError(f"verify={verify!r}: use 'changed', 'always' or 'never'")
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self.split = split
+        self.dtype = np.dtype(self.manifest.dtype)
+        self.vocab_size = int(self.manifest.tokenizer["vocab_size"])
+        self.end = int(self.manifest.tokenizer["end"])
+        self.shards = self.manifest.shards(split)
+        if not self.shards:
+            held = ", ".join(f"{name} ({part.tokens:,} tokens)" for name, part in self.manifest.splits.items())
+            raise ValueError(
+                f"{self.folder} has no tokens for {split!r}; it has {held}. For validation text prepare with a larger "
+                "--valid-fraction or with --valid"
+            )
+        check_sizes(self.folder, self.shards, self.dtype.itemsize)
+        if verify != "never":
+            verify_shards(self.folder, self.shards, trust=verify == "changed")
+        # seen as plain arrays: slicing np.memmap itself is ten times slower
+        self._maps = [np.asarray(np.memmap(self.folder / s.file, dtype=self.dtype, mode="r")) for s in self.shards]
+        self._ends = np.cumsum([shard.tokens for shard in self.shards])
+        self._starts = self._ends - [shard.tokens for shard in self.shards]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __repr__(self) -> str:
+        return f"TokenStore({str(self.folder)!r}, {self.split!r}): {len(self):,} tokens of {self.vocab_size:,} kinds"
+
+    @property
+    def repeat_rate(self) -> float | None:
+        """r of this split, as prepare measured it."""
+        return self.manifest.splits[self.split].repeat_rate
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer kept beside the shards; an error if it is not the one that made them."""
+        return folder_tokenizer(self.folder, self.manifest.tokenizer)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer other than the one that made the shards."""
+        match_tokenizer(self.folder, self.manifest.tokenizer, tokenizer)
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """Tokens start … start+length−1 in the shards' dtype, across shards if need be."""
+        if start < 0 or length < 0 or start + length > len(self):
+            raise ValueError(f"tokens {start} to {start + length} of {len(self)}: out of range")
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        pieces = []
+        while length > 0:
+            first = start - (int(self._ends[index - 1]) if index else 0)
+            piece = self._maps[index][first : first + length]
+            pieces.append(piece)
+            start, length, index = start + len(piece), length - len(piece), index + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, np.empty(0, self.dtype)])
+
+    def gather(self, starts: np.ndarray, rows: np.ndarray) -> None:
+        """Fill each row of `rows`, integers shaped (len(starts), length), with the tokens from its start on."""
+        length = rows.shape[1]
+        shards = np.searchsorted(self._ends, starts, side="right")
+        firsts = starts - self._starts[np.minimum(shards, len(self.shards) - 1)]
+        for row, start, shard, first in zip(rows, starts.tolist(), shards.tolist(), firsts.tolist(), strict=True):
+            inside = self._maps[shard][first : first + length] if shard < len(self._maps) else ()
+            row[:] = inside if len(inside) == length else self.read(start, length)
+
+    def pieces(self, length: int = 1 << 20) -> Iterator[np.ndarray]:
+        """All tokens in order, in arrays of at most `length`."""
+        for tokens in self._maps:
+            for start in range(0, len(tokens), length):
+                yield tokens[start : start + length]
+
+
+def folder_tokenizer(folder: Path, described: dict) -> Tokenizer:
+    """The tokenizer of a folder whose manifest describes it so."""
+    if described["kind"] == "bytes":
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        path = folder / MODEL_FILE
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the same `skipless prepare` command puts it back")
+        tokenizer = SentencePieceTokenizer(path.read_bytes(), str(path))
+    match_tokenizer(folder, described, tokenizer)
+    return tokenizer
+
+
+def match_tokenizer(folder: Path, described: dict, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that is not the described one."""
+    if tokenizer.sha256 != described["sha256"]:
+        raise ValueError(
+            f"this tokenizer ({tokenizer.kind}, {tokenizer.vocab_size:,} pieces, {tokenizer.sha256[:12]}) did not make "
+            f"the shards in {folder}, which are of {described['kind']}, {described['vocab_size']:,} pieces, "
+            f"{described['sha256'][:12]}: use the folder's own (prepare puts a deleted {MODEL_FILE} back), or prepare "
+            "another folder"
+        )
+
+
+def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
+    """Check sizes and hashes; with `trust`, skip the hash of a file untouched since it was last found good."""
+    path = folder / VERIFIED
+    try:
+        known = json.loads(path.read_bytes()) if trust else {}
+    except (OSError, ValueError):
+        known = {}
+    good = dict(known)
+    for shard in shards:
+        stat = (folder / shard.file).stat()
+        stamp = [shard.sha256, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        if known.get(shard.file) != stamp:
+            check_hash(folder, shard)
+            good[shard.file] = stamp
+    if good != known and os.access(folder, os.W_OK):
+        write_whole(path, json.dumps(good).encode())
