@@ -66,7 +66,7 @@ def writing(path: Path) -> Generator[None]:
         ) from error
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -89,7 +89,7 @@ def write_whole(path: Path, data: bytes) -> None:
         except OSError:
             aside.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
 def append_line(path: Path, record: dict) -> None:
@@ -139,7 +139,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._aside.replace(self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         sha256 = self._hash.hexdigest()
         return Shard(self.split, self.path.name, self._tokens, self._documents, self._text_bytes, sha256)
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from skipless.data.shards import _sync_folder as sync_folder
+from skipless.data.shards import sync_folder
 from skipless.train import state
 from skipless.train.collective import on_main, world_size
 from skipless.train.disk import storing

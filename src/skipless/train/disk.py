@@ -19,15 +19,15 @@ def storing(path: Path, then: str = "go on with --resume", needed: int = 0) -> G
         if cause.errno not in _FULL:
             remedy = "check the folder and its permissions"
         else:
-            size = f"takes {_gigabytes(needed)}; " if needed else ""
-            remedy = f"{size}{_free(path)} free: make room, or lower train.keep"
+            room = f"takes {_size(needed)}; " if needed else ""
+            remedy = f"{room}{_free(path)} free: make room, or lower train.keep"
         raise OSError(f"{path} could not be written ({cause.strerror or cause}): {remedy}, and {then}") from error
 
 
 def _free(path: Path) -> str:
     there = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
-    return _gigabytes(shutil.disk_usage(there).free)
+    return _size(shutil.disk_usage(there).free)
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -78,9 +78,9 @@ def evaluate_loss(
 ) -> EvalResult:
     """The token-weighted loss over all windows in order; for a loader also over the shorter one that it leaves out.
 
-    A loader's rank sees its share: add up loss · tokens, tokens and bytes over ranks for EvalResult.of. max_tokens is
-    rounded up to whole windows of a loader. Bytes are counted by the tokenizer, which a loader brings along; that is
-    exact for tokenizers that skipless trained.
+    max_tokens is rounded up to whole windows of a loader. A loader's rank sees its share, of which max_tokens is the
+    most and which may be empty: add up loss · tokens, tokens and bytes over ranks for EvalResult.of. Bytes are counted
+    by the tokenizer, which a loader brings along; that is exact for tokenizers that skipless trained.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, or None for all")
@@ -89,7 +89,11 @@ def evaluate_loss(
         each = _loader_windows(windows, max_tokens)
     else:
         each = _listed_windows(windows, max_tokens)
-    return _evaluate(model, each, device, precision, None if tokenizer is None else token_bytes(tokenizer))
+    sizes = None if tokenizer is None else token_bytes(tokenizer)
+    nats, tokens, size = _sums(model, each, device, precision, sizes)
+    if not tokens and isinstance(windows, TokenLoader) and windows.world > 1:
+        return EvalResult(0.0, 1.0, None, 0, 0)
+    return EvalResult.of(nats, tokens, size)
 
 
 def evaluate_text(
@@ -111,8 +115,8 @@ def evaluate_text(
     documents = _Documents(held_out_texts(texts) if isinstance(texts, str | Path) else texts, tokenizer, max_tokens)
     place = torch.device(device) if device else next(model.parameters()).device
     windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=place.type == "cuda")
-    result = _evaluate(model, windows, device, precision, None)
-    return EvalResult.of(result.loss * result.tokens, result.tokens, documents.bytes)
+    nats, tokens, _ = _sums(model, windows, device, precision, None)
+    return EvalResult.of(nats, tokens, documents.bytes)
 
 
 def held_out_texts(spec: str | Path, download: bool = False) -> Iterable[str]:
@@ -152,13 +156,14 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     return np.array([size(token) for token in range(tokenizer.vocab_size)], dtype=np.int64)
 
 
-def _evaluate(
+def _sums(
     model: nn.Module,
     windows: Iterable[Windows],
     device: torch.device | str | None,
     precision: Precision | None,
     sizes: np.ndarray | None,
-) -> EvalResult:
+) -> tuple[float, int, int | None]:
+    """Loss in nats, tokens and, where the bytes of each token are given, bytes."""
     table = None if sizes is None else torch.from_numpy(sizes)
     tokens = size = 0
     with scoring(model, device, precision) as scorer:
@@ -168,21 +173,22 @@ def _evaluate(
             targets = each.tokens[:, 1:] if each.scored is None else each.tokens[:, 1:][each.scored]
             tokens += targets.numel()
             size += 0 if table is None else int(table[targets.cpu()].sum())
-    return EvalResult.of(float(nats), tokens, None if table is None else size)
+    return float(nats), tokens, None if table is None else size
 
 
 def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Windows]:
     """As many on every rank, since a sharded model must be called by all of them together; rank 0 scores the tail."""
     whole = loader.windows * loader.length
-    wanted = loader.windows if max_tokens is None else min(-(-max_tokens // loader.length), loader.windows)
+    most = whole + loader.length if max_tokens is None else max_tokens * loader.world
+    wanted = min(-(-most // loader.length), loader.windows)
     with loader.sweep() as batches:
         for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
             windows = np.arange(first, min(first + loader.batch_size, loader.windows))
             own = np.array_split(windows, loader.world)[loader.rank]
             yield _some_rows(batch, int((own < wanted).sum()), loader.length)
     rest = len(loader.store) - whole
-    if rest > 1 and (max_tokens is None or max_tokens > whole):
-        tokens = torch.from_numpy(loader.store.gather(np.array([whole]), rest))
+    if rest > 1 and most > whole:
+        tokens = torch.from_numpy(loader.store.read(whole, rest).astype(np.int64))[None]
         ends = (tokens[:, :-1] == loader.store.end).long()
         documents = ends.cumsum(dim=1) - ends if loader.documents else None
         yield _some_rows(Batch(tokens, documents), int(loader.rank == 0), rest - 1)

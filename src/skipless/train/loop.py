@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.train.checkpoint import save_weights
@@ -77,13 +76,12 @@ def _train_to_end(session: Session) -> None:
         session.model, session.optimizer, config, world, clip=clip, packed=session.experiment.data.packed
     )
     step_once.rate_factor = progress.rate_factor
+    if progress.step == 0:
+        _probe(session)
     watch, pending, began = GradientWatch(), [], time.perf_counter()
     with session.loader.batches(progress.step, world.device) as batches, StopRequest() as stop:
         for step in range(progress.step, config.steps):
-            batch = next(batches)
-            if step in config.probe_at:
-                _probe(session, step, batch.inputs)
-            pending.append(step_once(step, batch))
+            pending.append(step_once(step, next(batches)))
             due = (step + 1) % config.log_every == 0 or step + 1 == config.steps or _saves(session, step + 1)
             if due or stop.asked:
                 _flush(session, step, pending, watch, time.perf_counter() - began)
@@ -120,8 +118,9 @@ def _flush(session: Session, step: int, pending: list, watch: GradientWatch, sec
 
 
 def _every(session: Session) -> None:
-    """What is due after progress.step updates: validation, then the checkpoint that remembers it."""
+    """What is due after progress.step updates: probe, validation, then the checkpoint that remembers them."""
     config, progress = session.config, session.progress
+    _probe(session)
     last = progress.step == config.steps
     if session.valid is not None and (last or progress.step % config.eval_every == 0):
         result = validate(session)
@@ -147,10 +146,15 @@ def validate(session: Session) -> EvalResult:
     return EvalResult.of(nats, int(tokens), int(size) or None)
 
 
-def _probe(session: Session, step: int, tokens: Tensor) -> None:
-    """Measure the kernels before update `step`, save them and log their summary."""
-    if session.world.size > 1 or not session.world.main:
+def _probe(session: Session) -> None:
+    """If it is due, measure the kernels of the run's first sequence, save them and log their summary."""
+    step = session.progress.step
+    if step not in session.config.probe_at:
         return
+    if session.world.size > 1:
+        logger.warning("step %d: kernels are probed in runs of one process only", step)
+        return
+    tokens = session.loader.batch(0).inputs.to(session.world.device)
     probe = measure(plain(session.model), tokens, step)
     probe.save(session.run.path / "probes")
     session.record({"step": step, **{f"probe_{name}": value for name, value in probe.summary().items()}})

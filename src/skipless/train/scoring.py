@@ -136,7 +136,7 @@ def scoring(
             f"the model has head={config.head!r} and causal={config.causal}; only a causal language model (head='lm') "
             "gives probabilities of next tokens"
         )
-    if device is not None:
+    if device is not None and torch.empty(0, device=device).device != next(inner.parameters()).device:
         inner.to(device)
     if isinstance(inner, FSDPModule) and "hidden" not in vars(inner):
         register_fsdp_forward_method(inner, "hidden")  # else its sharded embedding is met as it is

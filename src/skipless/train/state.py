@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -24,13 +25,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 
+def model_tensors(model: nn.Module, options: StateDictOptions | None = None) -> dict[str, Tensor]:
+    """Parameters and buffers by the names they have without wrappers such as DDP's and torch.compile's."""
+    return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
+
+
 def capture(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], Any]:
     """All tensors by name, and the rest of the optimiser's state as JSON that says where each tensor belongs.
 
     Nothing is copied. An optimiser that has not stepped is saved as such: DCP would first step it at rate 0, which
     counts as a step.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
     if optimizer is None:
         return tensors, None
     if optimizer.state:
@@ -53,9 +59,9 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer | None, rest: A
 
     ValueError, before anything is changed, if the checkpoint is of another model.
     """
-    saved = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
+    saved: dict[str, Any] = dict(HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata)
     described = {name: _describe(entry.properties.dtype, entry.size) for name, entry in saved.items()}
-    weights = get_model_state_dict(model)
+    weights = model_tensors(model)
     wanted = {f"model.{name}": _describe(tensor.dtype, tensor.shape) for name, tensor in weights.items()}
     compare(wanted, {name: text for name, text in described.items() if name.startswith("model.")}, folder)
     if optimizer is not None and rest is None:
@@ -65,8 +71,8 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer | None, rest: A
     tensors |= {f"model.{name}": tensor for name, tensor in weights.items()}
     with _dcp():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
-    set_model_state_dict(model, weights)
-    if optimizer is not None:
+    set_model_state_dict(model, cast(dict[str, Any], weights))
+    if optimizer is not None and state is not None:
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
 
 
@@ -101,7 +107,7 @@ def _optimizer_targets(
     model: nn.Module, optimizer: Optimizer, rest: Any, saved: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """The optimiser's state in the saved structure, its tensors, yet to be filled, also by name in `tensors`."""
-    live = get_optimizer_state_dict(model, optimizer)  # steps a new optimiser at rate 0, to learn how it shards
+    live: Any = get_optimizer_state_dict(model, optimizer)  # steps a new optimiser at rate 0, to learn how it shards
     empty = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in saved.items()

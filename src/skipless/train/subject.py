@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
-from skipless.data.tokenizer import Tokenizer, load_tokenizer
+from skipless.data.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer
 from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import load_checkpoint, load_model
-from skipless.train.config import DataConfig, Experiment
+from skipless.train.config import Experiment
 from skipless.train.run import CHECKPOINTS, EXPERIMENT, EXPORT, read_experiment
 
 WEIGHTS = "model.safetensors"
@@ -22,12 +22,12 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """origin says which weights these are; validation is the prepared folder and split that a run validates on."""
+    """origin says which weights these are; validation is the prepared folder that a run validates on."""
 
     model: Transformer
     tokenizer: Tokenizer
     origin: str
-    validation: tuple[Path, str] | None = None
+    validation: Path | None = None
 
 
 class FastTokenizer:
@@ -79,7 +79,7 @@ class FastTokenizer:
 
 
 def load_subject(path: str | Path, tokenizer: str | Path | None = None) -> Subject:
-    """The model on the CPU and its tokenizer. A run's tokenizer is that of the prepared folder it was trained on.
+    """The model on the CPU and its tokenizer. A run's tokenizer is the one kept in it, or in its prepared data.
 
     tokenizer names another one: a SentencePiece .model file, "bytes", or a prepared folder.
     """
@@ -96,10 +96,12 @@ def load_subject(path: str | Path, tokenizer: str | Path | None = None) -> Subje
 
 
 def find_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer of a prepared folder, of a folder that save_pretrained wrote, of a .model file, or "bytes"."""
+    """The tokenizer of a prepared folder, a run, a folder that save_pretrained wrote, or a .model file; or "bytes"."""
     folder = Path(name)
     if (folder / MANIFEST).is_file():
         return folder_tokenizer(folder, read_manifest(folder).tokenizer)
+    if (folder / MODEL_FILE).is_file():
+        return load_tokenizer(folder / MODEL_FILE)
     if (folder / "tokenizer.json").is_file():
         return _fast(folder)
     return load_tokenizer(name)
@@ -110,24 +112,16 @@ def _run(path: Path, tokenizer: Tokenizer | None) -> Subject:
     named = experiment.data.folder
     data = Path(named) if named is not None and (Path(named) / MANIFEST).is_file() else None
     if tokenizer is None:
-        places = [place for place in (data, path, path / EXPORT) if place is not None and _has_tokenizer(place)]
+        places = [place for place in (path, data, path / EXPORT) if place is not None and _has_tokenizer(place)]
         if not places:
             raise ValueError(
                 f"the tokenizer of {path} is not found: its data folder is {named!r} (working folder {Path.cwd()}); "
                 "name the prepared folder or the .model file with --tokenizer"
             )
         tokenizer = find_tokenizer(places[0])
+    valid = Path(experiment.data.valid or named or "")
     model, origin = _run_model(path, experiment)
-    return Subject(model, tokenizer, origin, _validation(experiment.data))
-
-
-def _validation(data: DataConfig) -> tuple[Path, str] | None:
-    """A folder of its own for validation may hold all of its text as "train"; else the data's held-out split serves."""
-    folder = Path(data.valid or data.folder or "")
-    if not (folder / MANIFEST).is_file():
-        return None
-    whole = data.valid is not None and not read_manifest(folder).shards("valid")
-    return folder, "train" if whole else "valid"
+    return Subject(model, tokenizer, origin, valid if (valid / MANIFEST).is_file() else None)
 
 
 def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
@@ -145,9 +139,11 @@ def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
 
 
 def _saved(path: Path, tokenizer: Tokenizer | None) -> Subject:
-    if tokenizer is None and not (path / "tokenizer.json").is_file():
-        raise ValueError(f"{path} holds no tokenizer.json: save the tokenizer beside the model, or give --tokenizer")
-    return Subject(_pretrained(path), tokenizer or _fast(path), str(path))
+    if tokenizer is None and not _has_tokenizer(path):
+        raise ValueError(
+            f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
+        )
+    return Subject(_pretrained(path), tokenizer or find_tokenizer(path), str(path))
 
 
 def _pretrained(folder: Path) -> Transformer:
@@ -157,7 +153,7 @@ def _pretrained(folder: Path) -> Transformer:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (MANIFEST, "tokenizer.json"))
+    return any((folder / name).is_file() for name in (MANIFEST, MODEL_FILE, "tokenizer.json"))
 
 
 def _fast(folder: Path) -> FastTokenizer:

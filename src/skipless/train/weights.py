@@ -4,19 +4,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from skipless.data.shards import write_whole
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.train.collective import on_main
 from skipless.train.disk import storing
-from skipless.train.state import compare
+from skipless.train.state import compare, model_tensors
 
 CONFIG, SHA256 = "model_config", "tensors_sha256"
 
@@ -26,7 +27,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
     The file is there with all of its bytes or not at all.
     """
-    tensors = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tensors = model_tensors(model, StateDictOptions(full_state_dict=True, cpu_offload=True))
     config = next((module.config for module in model.modules() if isinstance(module, Transformer)), None)
     if config is None:
         raise ValueError(f"save_weights writes a Transformer with its settings; this is a {type(model).__name__}")
@@ -44,9 +45,9 @@ def save_weights(model: nn.Module, path: Path) -> None:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Fill a model, sharded or not, from save_weights' file. ValueError names every tensor that does not fit."""
     _, tensors = _read(path)
-    wanted = {name: str(tuple(tensor.shape)) for name, tensor in get_model_state_dict(model).items()}
+    wanted = {name: str(tuple(tensor.shape)) for name, tensor in model_tensors(model).items()}
     compare(wanted, {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}, path)
-    set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, cast(dict[str, Any], tensors), options=StateDictOptions(full_state_dict=True))
 
 
 def load_model(path: Path, *, impl: str = "auto") -> Transformer:

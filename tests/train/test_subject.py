@@ -1,0 +1,97 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from skipless.cli.app import app
+from skipless.data.loader import TokenLoader
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.store import TokenStore
+from skipless.data.tokenizer import ByteTokenizer
+from skipless.data.training import Bytes
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
+from skipless.train.checkpoint import save_checkpoint
+from skipless.train.config import DataConfig, Experiment, TrainConfig
+from skipless.train.evaluate import Windowing, evaluate_loss, evaluate_text
+from skipless.train.subject import find_tokenizer, load_subject
+from skipless.train.weights import save_weights
+
+TEXT = "\n\n\n".join(f"Article {n}\nThe naïve cat no. {n} sat on {'the mat, and ' * n}slept." for n in range(12))
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(ModelConfig(vocab_size=256, width=32, depth=2, heads=4, length=16, activation="gelu")).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("data")
+    (place / "text.txt").write_text(TEXT, encoding="utf-8")
+    prepare(Preparation(str(place / "text.txt"), Bytes(), valid_fraction=0.5), place / "prepared", workers=1)
+    return place / "prepared"
+
+
+@pytest.fixture
+def run(tmp_path, model, folder):
+    """A run folder as `skipless train` leaves it."""
+    experiment = Experiment("tiny", model.config, DataConfig(folder=str(folder)), train=TrainConfig(steps=9, warmup=1))
+    (tmp_path / "experiment.json").write_text(experiment.to_json())
+    save_weights(model, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_the_command_prints_a_run_s_validation_loss(run, model, folder):
+    result = CliRunner().invoke(app, ["eval", str(run), "--device", "cpu", "--json", str(run / "out" / "eval.json")])
+    assert result.exit_code == 0, result.output
+    expected = evaluate_loss(model, TokenLoader(TokenStore(folder, "valid"), 16, 8))
+    assert f"{expected.loss:.4f}" in result.stdout
+    record = json.loads((run / "out" / "eval.json").read_text())
+    assert record["texts"][str(folder)]["loss"] == pytest.approx(expected.loss, rel=1e-6)
+    assert record["weights"].endswith("model.safetensors")
+
+
+def test_the_command_reads_any_text_and_writes_json(run, tmp_path):
+    (tmp_path / "other.txt").write_text("Some other text.", encoding="utf-8")
+    arguments = ["eval", str(run), "--corpus", str(tmp_path / "other.txt"), "--separate", "--json", "-"]
+    result = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (values,) = json.loads(result.stdout)["texts"].values()
+    assert (values["tokens"], values["bytes"]) == (17, 16)
+
+
+def test_a_saved_model_is_read_with_its_tokenizer(model, tmp_path):
+    from skipless.hf import SkiplessForCausalLM, byte_tokenizer
+
+    SkiplessForCausalLM.from_native(model).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    subject = load_subject(tmp_path)
+    expected = evaluate_text(model, ByteTokenizer(), [TEXT], Windowing(16))
+    assert evaluate_text(subject.model, subject.tokenizer, [TEXT], Windowing(16)) == expected
+
+
+def test_what_a_folder_lacks_is_said(run, tmp_path, model):
+    with pytest.raises(ValueError, match="neither a run"):
+        load_subject(tmp_path / "nothing")
+    lost = Experiment("lost", model.config, DataConfig(folder="gone"), train=TrainConfig(steps=9, warmup=1))
+    (run / "experiment.json").write_text(lost.to_json())
+    with pytest.raises(ValueError, match=r"tokenizer of .* is not found: its data folder is 'gone'"):
+        load_subject(run)
+    assert load_subject(run, "bytes").validation is None
+    (run / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no weights yet"):
+        load_subject(run, "bytes")
+    save_checkpoint(run / "checkpoints", 7, model, None, {}, keep=1)
+    subject = load_subject(run, "bytes")
+    assert subject.origin.endswith("step 7")
+    assert torch.equal(subject.model.embedding.weight, model.embedding.weight)
+
+
+def test_a_run_s_own_tokenizer_file_is_found(run, shared_data):
+    model_file = (shared_data / "tokenizer" / "wiki32k.model").read_bytes()
+    (run / "tokenizer.model").write_bytes(model_file)
+    assert find_tokenizer(run).model == model_file
+    assert load_subject(run).tokenizer.vocab_size == 32_000
