@@ -183,7 +183,7 @@ def test_mistakes_before_training_are_named(experiment, tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the 256 tokens.*--set model.vocab_size=256"):
         train(small, tmp_path / "a", device="cpu", quiet=True)
     nowhere = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, folder=None))
-    with pytest.raises(ValueError, match="data.folder is not set"):
+    with pytest.raises(ValueError, match=r"data\.folder is not set"):
         train(nowhere, tmp_path / "b", device="cpu", quiet=True)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="torch sees no GPU; use --device cpu"):

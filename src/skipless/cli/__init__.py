@@ -1,4 +1,4 @@
-"""The command line: `skipless COMMAND`. Each command has its own module, which imports heavy libraries only when run."""
+"""The command line: `skipless COMMAND`. Each command has its own module and imports heavy libraries when run."""
 
 from skipless.cli.app import main
 

@@ -70,7 +70,7 @@ Download = Annotated[bool, _option("Allow the network, for data on the hub.", _H
 JsonFile = Annotated[Path | None, _option("Results as data; - is standard output.", _HOW, "--json")]
 
 
-def command(  # noqa: PLR0913  (each option of a command is one parameter)
+def command(
     model: Model,
     corpus: Corpus = None,
     stride: Stride = None,

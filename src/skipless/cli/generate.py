@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _CONTEXT = 6  # tokens decoded again with each new one, since a piece's text depends on its neighbours
 
 
-def command(  # noqa: PLR0913  (each option of a command is one parameter)
+def command(
     folder: Annotated[Path, typer.Argument(help="A folder written by save_pretrained, or a run folder with export/.")],
     prompt: Annotated[str | None, typer.Option(help="Text to continue; without it, standard input.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 200,

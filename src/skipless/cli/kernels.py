@@ -62,7 +62,7 @@ Check = Annotated[bool, _option("Exit with 1 if a network loses the signal.", _O
 List = Annotated[bool, _option("Print all names and stop.", _OUTPUT, "--list")]
 
 
-def command(  # noqa: PLR0913 - each option is one parameter
+def command(
     name: Name = "fig7",
     depth: Depth = None,
     gamma_final: Gamma = None,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from skipless.data.training import TokenizerChoice
 
 
-def command(  # noqa: PLR0913  (each option of a command is one parameter)
+def command(
     corpus: Annotated[
         str, typer.Argument(help="stdlib, wikitext-103, c4, or a file, folder or quoted glob.")
     ] = "stdlib",

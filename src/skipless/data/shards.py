@@ -67,6 +67,7 @@ def writing(path: Path) -> Generator[None]:
 
 
 def sync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk, so that a rename outlives the machine; POSIX only."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

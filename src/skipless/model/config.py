@@ -28,8 +28,9 @@ class ModelConfig:
     """A transformer of the paper or a relative of it. Defaults: vanilla E-SPA, 36 blocks of width 1024.
 
     activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are what is kept,
-    so that loading needs no solver. hidden=0 means attention-only, with no activation to solve. length is the training length: calibrations and
-    presets use it, and nothing forbids longer sequences. query_key None means zero-query for SPA, normal otherwise.
+    so that loading needs no solver. hidden=0 means attention-only, with no activation to solve. length is the training
+    length: calibrations and presets use it, and nothing forbids longer sequences. query_key None means zero-query for
+    SPA, normal otherwise.
     """
 
     vocab_size: int = 32_000
@@ -214,8 +215,8 @@ def _check_choices(config: ModelConfig) -> None:
     skip = config.attention_skip
     if config.preserves_signal and abs(skip.shortcut**2 + skip.residual**2 - 1.0) > 1e-9:
         raise ValueError(
-            f"{type(config.scheme).__name__} with attention_skip=({skip.shortcut}, {skip.residual}): SPA needs a normalised "
-            "skip, α²+β²=1; use Skip.normalised(α), or Skip() for none"
+            f"{type(config.scheme).__name__} with attention_skip=({skip.shortcut}, {skip.residual}): SPA needs a "
+            "normalised skip, α²+β²=1; use Skip.normalised(α), or Skip() for none"
         )
     if config.head != "lm" and config.classes < 1:
         raise ValueError(f"head={config.head!r} needs classes ≥ 1, the number of outputs; it is {config.classes}")

@@ -115,7 +115,7 @@ def _from_dict(kind: Any, data: dict[str, Any], where: str) -> Any:
 
 
 def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> Any:
-    """A copy of `target` with all changes made at once, so that values which depend on each other may change together."""
+    """A copy of `target` with all changes made at once, so that values which depend on each other may change."""
     known = [f.name for f in dataclasses.fields(target)]
     values: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path in changes):

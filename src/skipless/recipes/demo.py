@@ -1,0 +1,134 @@
+"""The demonstration: three deep networks on the bytes of Python's standard library, at one budget, in minutes."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.progress import Progress
+from skipless.data.store import Manifest, TokenStore
+from skipless.data.training import Bytes
+from skipless.model.presets import preset
+from skipless.theory.schemes import ExponentialSPA
+from skipless.train.config import DataConfig, Experiment, TrainConfig
+from skipless.train.optim import OptimizerConfig
+
+PRE_LN, STANDARD, E_SPA = "pre-ln", "standard", "e-spa"
+
+
+@dataclass(frozen=True)
+class Size:
+    """What all three networks share: the network's size and the text they see."""
+
+    depth: int = 36
+    width: int = 96
+    heads: int = 4
+    length: int = 64
+    batch_size: int = 16
+    eval_tokens: int = 32_768
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One network: its label in a table and everything its run depends on."""
+
+    label: str
+    experiment: Experiment
+
+    @property
+    def name(self) -> str:
+        """The folder of its run."""
+        return self.experiment.name
+
+    @property
+    def skips(self) -> str:
+        """In words."""
+        return "none" if self.experiment.model.skipless else "yes"
+
+    @property
+    def norms(self) -> str:
+        """In words."""
+        return "none" if self.experiment.model.norm == "none" else "RMSNorm"
+
+
+STEPS = 150
+DEMO = Size()
+
+_LABELS = {PRE_LN: "Pre-LN", STANDARD: "standard attention", E_SPA: "E-SPA"}
+# Without norms standard attention is worse still, so it keeps them.
+_PRESETS = {PRE_LN: "wikitext103/pre-ln", STANDARD: "wikitext103/skipless-ln", E_SPA: "wikitext103/e-spa"}
+_OPTIMIZERS = {
+    PRE_LN: OptimizerConfig("adam", rate=1e-3, embedding_rate=1e-3),
+    STANDARD: OptimizerConfig("adam", rate=1e-4, embedding_rate=1e-3),
+    E_SPA: OptimizerConfig("muon", rate=2e-3, embedding_rate=2e-3),
+}
+
+
+def arms(data: Path, steps: int = STEPS, seed: int = 0, size: Size = DEMO) -> tuple[Arm, ...]:
+    """Pre-LN, standard attention without skips, and vanilla E-SPA, on the text prepared in `data`.
+
+    Equal in steps, tokens, batches and warm-up (a tenth of the steps); each at its own best rates. E-SPA's repeat rate
+    is the text's: bytes repeat ten times as often as the paper's 32k pieces.
+    """
+    if steps < 2:
+        raise ValueError(f"--steps is {steps}; the shortest schedule is one step of warm-up and one of training: 2")
+    store = TokenStore(data)
+    schedule = TrainConfig(
+        steps=steps,
+        batch_size=size.batch_size,
+        length=size.length,
+        warmup=max(steps // 10, 1),
+        seed=seed,
+        precision="fp32",
+        compile=False,
+        impl="sdpa",  # at 64 locations a dense bias is small, and nothing is compiled
+        log_every=1,
+        eval_every=steps,
+        eval_tokens=size.eval_tokens,
+        checkpoint_every=50,
+        keep=1,
+        probe_at=(0, steps - 1),
+        on_divergence="halve-lr",
+    )
+    return tuple(_arm(name, store, schedule, size) for name in (PRE_LN, STANDARD, E_SPA))
+
+
+def _arm(name: str, store: TokenStore, schedule: TrainConfig, size: Size) -> Arm:
+    sizes = {"depth": size.depth, "width": size.width, "heads": size.heads, "length": size.length}
+    model = preset(_PRESETS[name], vocab_size=store.vocab_size, **sizes)
+    if isinstance(model.scheme, ExponentialSPA):
+        model = model.replace(scheme=ExponentialSPA(repeat_rate=round(store.repeat_rate or 0.0, 3)))
+    data = DataConfig(corpus="stdlib", folder=str(store.folder))
+    return Arm(_LABELS[name], Experiment(name, model, data, _OPTIMIZERS[name], schedule))
+
+
+def prepare_bytes(folder: Path, progress: Progress, fresh: bool = False) -> Manifest:
+    """The standard library of this Python as bytes; what an earlier call prepared is checked and kept."""
+    return prepare(Preparation("stdlib", tokenizer=Bytes()), folder, force=fresh, progress=progress)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What counting symbols alone reaches: the bound of a network that does not look at its context.
+
+    train is the entropy of the training text's symbols, in nats; valid_bits what their frequencies cost on the
+    validation tokens that the networks are scored on, in bits per byte.
+    """
+
+    train: float
+    valid_bits: float
+
+
+def counting(arm: Arm) -> Counting:
+    """The reference for the arm's losses."""
+    folder, schedule = Path(arm.experiment.data.folder or ""), arm.experiment.train
+    train, valid = TokenStore(folder), TokenStore(folder, "valid")
+    counts = sum(np.bincount(piece, minlength=train.vocab_size) for piece in train.pieces())
+    shares = (counts + 1) / (counts + 1).sum()  # one more of each: a symbol of the validation text may be new
+    windows = min(math.ceil(schedule.eval_tokens / schedule.length), (len(valid) - 1) // schedule.length)
+    scored = valid.read(1, windows * schedule.length)
+    nats = -np.log(shares)
+    size = int((scored != valid.end).sum())
+    return Counting(float(shares @ nats), float(nats[scored].sum()) / math.log(2.0) / size)
