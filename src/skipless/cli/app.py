@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from skipless.cli import evaluate, export, generate, kernels, prepare, train
+from skipless.cli import demo, evaluate, export, generate, kernels, prepare, train
 
 app = typer.Typer(
     name="skipless",
@@ -13,6 +13,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("demo")(demo.command)
 app.command("kernels")(kernels.command)
 app.command("eval")(evaluate.command)
 app.command("generate")(generate.command)

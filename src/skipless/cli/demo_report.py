@@ -1,0 +1,83 @@
+"""What `skipless demo` says of its three networks: the table, the closing sentence, the data and the picture."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from skipless import __version__
+from skipless.analysis.study import verdict_words
+from skipless.recipes.demo import Counting
+from skipless.recipes.demo_outcome import Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# A network within this many nats of symbol frequencies has learned nothing of its context.
+NOTHING = 0.1
+
+
+def table(outcomes: Sequence[Outcome], reference: Counting) -> tuple[list[str], list[list[str]], list[str]]:
+    """Head, rows and the colour of each row's last cell; the last row is the reference."""
+    tail = outcomes[0].tail
+    training = f"training loss (mean of last {tail})" if tail > 1 else "training loss (last step)"
+    head = ["network", "skips", "norms", training, "valid bits/byte", "signal at initialisation"]
+    rows = [
+        [o.arm.label, o.arm.skips, o.arm.norms, f"{o.final:.2f}", f"{o.valid_bits:.2f}", verdict_words(o.verdict)]
+        for o in outcomes
+    ]
+    rows.append(["counting symbols", "", "", f"{reference.train:.2f}", f"{reference.valid_bits:.2f}", ""])
+    colours = {"preserved": "green", "drift": "yellow"}
+    return head, rows, [*(colours.get(o.verdict.kind, "red") for o in outcomes), ""]
+
+
+def closing(outcomes: Sequence[Outcome], reference: Counting) -> str:
+    """Who has learned something: said from the numbers alone."""
+    return " ".join(f"{outcome.arm.label} {_learned(reference.train - outcome.final)}." for outcome in outcomes)
+
+
+def _learned(gain: float) -> str:
+    if gain > NOTHING:
+        return f"is {gain:.2f} nats per byte better than counting symbols"
+    if gain > -NOTHING:
+        return "is no better than counting symbols"
+    return f"is {-gain:.2f} nats per byte worse than counting symbols"
+
+
+def as_json(outcomes: Sequence[Outcome], reference: Counting) -> dict[str, Any]:
+    """Every number of the table and the curves."""
+    return {
+        "skipless": __version__,
+        "counting": {"training_loss": reference.train, "valid_bits_per_byte": reference.valid_bits},
+        "networks": [
+            {
+                "name": outcome.arm.name,
+                "label": outcome.arm.label,
+                "skips": outcome.arm.skips,
+                "norms": outcome.arm.norms,
+                "training_loss": outcome.final,
+                "training_loss_steps": outcome.tail,
+                "valid_bits_per_byte": outcome.valid_bits,
+                "verdict": verdict_words(outcome.verdict),
+                "losses": [round(float(loss), 4) for loss in outcome.losses],
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+def draw(outcomes: Sequence[Outcome], reference: Counting) -> "Figure":
+    """The picture of all three."""
+    from skipless.analysis.demo_figure import ArmPicture, demo_picture
+    from skipless.analysis.figures import Heading
+
+    model, schedule = outcomes[0].arm.experiment.model, outcomes[0].arm.experiment.train
+    tokens = schedule.steps * schedule.batch_size * schedule.length
+    subtitle = (
+        f"{model.depth} blocks × {model.width}, bytes of Python's standard library: {schedule.steps} steps of "
+        f"{schedule.batch_size} × {schedule.length}, {tokens / 1e3:,.0f} thousand bytes, the same for all"
+    )
+    pictures = [
+        ArmPicture(o.arm.label, f"skips: {o.arm.skips}\nnorms: {o.arm.norms}", o.losses, o.initial, o.trained, o.verdict)
+        for o in outcomes
+    ]
+    title = f"{model.depth} blocks deep, with and without shortcuts"
+    return demo_picture(pictures, reference.train, Heading(title, subtitle))
