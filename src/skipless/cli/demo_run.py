@@ -18,7 +18,7 @@ from skipless.recipes.demo import DEMO, E_SPA, Arm, Size, arms, counting, prepar
 from skipless.recipes.demo_outcome import read_outcome, sample
 from skipless.train.config import Experiment
 from skipless.train.divergence import Diverged
-from skipless.train.loop import train
+from skipless.train.loop import read_result, train
 from skipless.train.run import EXPERIMENT, FINISHED, read_experiment
 
 DATA, RUNS, FIGURE, RESULTS, SAMPLE = "data", "runs", "demo.png", "results.json", "sample.txt"
@@ -94,7 +94,7 @@ def _show(planned: tuple[Arm, ...], request: Request) -> None:
     out, console = request.out, Console()
     outcomes = [read_outcome(arm, out / RUNS / arm.name) for arm in planned]
     reference = counting(planned[0])
-    weights = out / RUNS / E_SPA / "export" / "model.safetensors"
+    weights = out / RUNS / E_SPA / read_result(out / RUNS / E_SPA)["weights"]
     text = sample(weights, SAMPLE_TOKENS, request.seed)
     head, rows, styles = table(outcomes, reference)
     console.print()

@@ -76,15 +76,20 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
     if isinstance(bias_gain, int | float):
         bias_gain = torch.tensor(float(bias_gain), device=q.device)
     request = Request(q, k, v, shape, layout, bias_gain, score_bias).check()
+    with torch.autocast(q.device.type, enabled=False):
+        return _implementation(impl, request).attend(request)
+
+
+def _implementation(impl: str, request: Request) -> Implementation:
+    """The one that was asked for, if it can run this; or what "auto" chooses."""
     if impl == "auto":
-        impl = _announce(*choose(request))
-    elif impl not in IMPLEMENTATIONS:
+        return IMPLEMENTATIONS[_announce(*choose(request))]
+    if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; use 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    elif why := IMPLEMENTATIONS[impl].refusal(request):
+    if why := IMPLEMENTATIONS[impl].refusal(request):
         able = [name for name, other in IMPLEMENTATIONS.items() if other.refusal(request) is None]
         raise RuntimeError(f"impl={impl!r} cannot run this: {why}; use impl={able[-1]!r}")
-    with torch.autocast(q.device.type, enabled=False):
-        return IMPLEMENTATIONS[impl].attend(request)
+    return IMPLEMENTATIONS[impl]
 
 
 def choose(request: Request) -> tuple[str, str]:
