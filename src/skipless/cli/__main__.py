@@ -1,0 +1,5 @@
+"""`python -m skipless.cli`: the command line without its script, as torchrun wants it."""
+
+from skipless.cli.app import main
+
+main()
