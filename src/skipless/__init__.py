@@ -7,6 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from skipless.analysis.inspect import inspect
+    from skipless.analysis.testing import assert_signal_preserved
+    from skipless.hf.convert import convert
+    from skipless.model.config import ModelConfig
+    from skipless.model.fold import fold
+    from skipless.model.generate import generate
+    from skipless.model.presets import preset
+    from skipless.model.transformer import Transformer
+    from skipless.ops.attention import shaped_attention
     from skipless.theory.activations import ShapedActivation
     from skipless.theory.certificate import Certificate, certify
     from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
@@ -19,25 +28,43 @@ _HOMES = {
     "AttentionShape": "skipless.theory.shapes",
     "Certificate": "skipless.theory.certificate",
     "ExponentialSPA": "skipless.theory.schemes",
+    "ModelConfig": "skipless.model.config",
     "ShapedActivation": "skipless.theory.activations",
     "StandardAttention": "skipless.theory.schemes",
+    "Transformer": "skipless.model.transformer",
     "UniformSPA": "skipless.theory.schemes",
     "ValueSkipInit": "skipless.theory.schemes",
+    "assert_signal_preserved": "skipless.analysis.testing",
     "certify": "skipless.theory.certificate",
+    "convert": "skipless.hf.convert",
+    "fold": "skipless.model.fold",
+    "generate": "skipless.model.generate",
+    "inspect": "skipless.analysis.inspect",
+    "preset": "skipless.model.presets",
     "repeat_rate": "skipless.theory.tokens",
+    "shaped_attention": "skipless.ops.attention",
 }
 
 __all__ = [
     "AttentionShape",
     "Certificate",
     "ExponentialSPA",
+    "ModelConfig",
     "ShapedActivation",
     "StandardAttention",
+    "Transformer",
     "UniformSPA",
     "ValueSkipInit",
     "__version__",
+    "assert_signal_preserved",
     "certify",
+    "convert",
+    "fold",
+    "generate",
+    "inspect",
+    "preset",
     "repeat_rate",
+    "shaped_attention",
 ]
 
 

@@ -242,7 +242,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> No
     def refuse(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("os.replace", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_whole(tmp_path / "x.json", b"data")
     assert list(tmp_path.iterdir()) == []

@@ -1,13 +1,16 @@
 """What commands write: files that are whole or not there, and tables for people or for pipes."""
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from skipless.data.shards import write_whole
+
+__all__ = ["FIGURE_SUFFIXES", "check_figure", "check_target", "print_table", "write_whole"]
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -26,21 +29,6 @@ def check_target(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"{path.parent} cannot be written to; choose another place")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write beside the target and rename, so that a reader never meets half a file."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp's own mode hides the file from everyone else
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def print_table(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
