@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from skipless.cli import demo, evaluate, export, generate, kernels, prepare, train
+from skipless.cli import demo, evaluate, export, generate, inspect, kernels, prepare, report, train
 
 app = typer.Typer(
     name="skipless",
@@ -15,11 +15,13 @@ app = typer.Typer(
 )
 app.command("demo")(demo.command)
 app.command("kernels")(kernels.command)
+app.command("inspect")(inspect.command)
 app.command("eval")(evaluate.command)
 app.command("generate")(generate.command)
 app.command("prepare")(prepare.command)
 app.command("train")(train.command)
 app.command("export")(export.command)
+app.command("report")(report.command)
 
 
 @app.callback()

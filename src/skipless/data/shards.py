@@ -61,8 +61,8 @@ def writing(path: Path) -> Generator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = "free some space" if full else "check the folder's permissions"
         raise OSError(
-            f"{path} could not be written ({error.strerror}): {remedy} and run the same command again; finished shards "
-            "are kept"
+            f"{path} could not be written ({error.strerror}): {remedy} and run the same command again; what was "
+            "finished is kept"
         ) from error
 
 

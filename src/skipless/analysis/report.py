@@ -1,0 +1,164 @@
+"""One HTML file for any set of networks and runs: verdicts, kernels by depth, curves, tables. It asks for nothing else.
+
+What is text stands in the file itself; charts and kernels are drawn by its script from data beside it. Its policy
+allows that one script and no request, so that a page can be mailed, archived and opened offline.
+"""
+
+import base64
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from skipless.analysis.inspection import BlockSignal, Inspection
+from skipless.analysis.report_data import page_data
+from skipless.analysis.study import verdict_words
+
+_MARKS = {"preserved": "✔", "drift": "≈", "collapse": "✖", "explosion": "▲", "vanishing": "▼"}
+_PLAIN = {
+    "preserved": "healthy: the signal survives",
+    "drift": "survives, but norms drift",
+    "collapse": "collapse: all locations become alike",
+    "explosion": "explosion: numbers grow without bound",
+    "vanishing": "vanishing: the signal fades to nothing",
+}
+_HEADS: tuple[tuple[str, str, str], ...] = (
+    ("norm² min", "norm_min", "smallest squared norm of a location over the width"),
+    ("mean", "norm_mean", "mean squared norm"),
+    ("max", "norm_max", "largest squared norm"),
+    ("cosine", "cosine_mean", "mean cosine between two locations: 1 is collapse"),
+    ("effective rank", "effective_rank", "directions in which locations differ: 1 is collapse"),
+    ("stable rank", "stable_rank", "directions as strong as the strongest"),
+    ("rank-one residual", "collapse", "distance from all locations being equal: 0 is collapse"),
+    ("gradient²", "gradient_mean", "squared gradient norm, relative to the output's"),
+    ("kurtosis", "kurtosis", "of the activations' entries: 3 for a Gaussian"),
+    ("outlier", "outlier", "largest entry over the root mean square"),
+    ("attention spread", "attention_spread", "entropy of attention over that of equal weights: 1 looks at all alike"),
+    ("on first", "attention_first", "attention paid to the first location"),
+    ("carry", "carry", "cosine between a location before and after the block: near 0 without a skip"),
+)
+_RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity")
+
+
+def render(
+    inspections: Sequence[Inspection], curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, title: str = ""
+) -> str:
+    """The page as text. curves: by run, the records of metrics.jsonl (step, loss, ema, valid_loss, gradient).
+
+    ValueError if there is nothing to show.
+    """
+    curves = curves or {}
+    if not inspections and not curves:
+        raise ValueError("there is nothing to show: give at least one inspection or the records of one run")
+    page = files("skipless.analysis") / "page"
+    script = "\n".join((page / name).read_text("utf-8") for name in ("charts.js", "kernels.js", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Template((page / "page.html").read_text("utf-8")).substitute(
+        title=escape(title or _default_title(inspections, curves)),
+        digest=digest,
+        style=(page / "page.css").read_text("utf-8"),
+        headline=escape(_headline(inspections, curves)),
+        cards="\n".join(_card(index, inspection) for index, inspection in enumerate(inspections)),
+        networks="" if inspections else "hidden",
+        kernels="" if any(inspection.kernels is not None for inspection in inspections) else "hidden",
+        curves="" if curves else "hidden",
+        runs=_run_table(curves) if curves else "",
+        tables="\n".join(_table(inspection, len(inspections) == 1) for inspection in inspections),
+        data=page_data(inspections, curves),
+        script=script,
+    )
+
+
+def _default_title(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
+    names = [inspection.model for inspection in inspections] or list(curves)
+    run = next(iter(curves)) if len(curves) == 1 else ""
+    if len(names) == 1 or (run and all(name.startswith(run) for name in names)):
+        return run or names[0]
+    return f"{len(inspections)} networks" if inspections else f"{len(curves)} runs"
+
+
+def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
+    """The verdict over all, in one sentence."""
+    if not inspections:
+        return f"Training curves of {len(curves)} run{'s' * (len(curves) > 1)}."
+    lost = [inspection for inspection in inspections if inspection.verdict.lost]
+    if len(inspections) == 1:
+        inspection = inspections[0]
+        where = "" if inspection.verdict.block is None else f" ({verdict_words(inspection.verdict)})"
+        return f"{'The signal is lost' if lost else 'The signal reaches the end'}{where}."
+    if not lost:
+        return f"The signal reaches the end of {'both' if len(inspections) == 2 else 'all'} networks."
+    return f"The signal is lost in {len(lost)} of {len(inspections)} networks."
+
+
+def _card(index: int, inspection: Inspection) -> str:
+    """A verdict in plain words, and the box that shows or hides the network below."""
+    verdict = inspection.verdict
+    advice = f'<p class="advice"><b>What to change:</b> {escape(inspection.advice)}</p>' if inspection.advice else ""
+    return (
+        f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
+        f"{_MARKS[verdict.kind]}</span> {escape(inspection.model)}</h3>"
+        f'<p class="kind">{escape(_PLAIN[verdict.kind])}</p><p>{escape(verdict.text)}</p>{advice}'
+        f'<label class="toggle"><input type="checkbox" data-network="{index}"> '
+        f'<svg class="key" data-key="{index}" width="28" height="10" aria-hidden="true"></svg> show below'
+        "</label></article>"
+    )
+
+
+def _table(inspection: Inspection, opened: bool) -> str:
+    """Numbers of every block; columns nobody measured are left out."""
+    blocks = inspection.blocks
+    heads = [head for head in _HEADS if any(_present(getattr(block, head[1])) for block in blocks)]
+    cells = "".join(f'<th scope="col" title="{escape(note)}">{escape(name)}</th>' for name, _, note in heads)
+    rows = "\n".join(_row(block, [field for _, field, _ in heads], inspection.verdict.block) for block in blocks)
+    return (
+        f"<details{' open' * opened}><summary>{escape(inspection.model)}: {len(blocks) - 1} blocks</summary>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Numbers of {escape(inspection.model)}"><table>'
+        f'<thead><tr><th scope="col">after</th>{cells}</tr></thead><tbody>\n{rows}</tbody></table></div></details>'
+    )
+
+
+def _row(block: BlockSignal, fields: Sequence[str], lost_at: int | None) -> str:
+    marked = ' class="lost"' if block.block == lost_at else ""
+    cells = "".join(f"<td>{_short(getattr(block, field))}</td>" for field in fields)
+    return f'<tr{marked}><th scope="row">{escape(_block_name(block))}</th>{cells}</tr>'
+
+
+def _block_name(block: BlockSignal) -> str:
+    """The block's number, and the module's name where it is another."""
+    number = "input" if block.block == 0 else f"block {block.block}"
+    return number if block.name in ("", number) else f"{number} ({block.name})"
+
+
+def _run_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    heads = "".join(f'<th scope="col">{name}</th>' for name in _RUN_HEADS)
+    rows = []
+    for name, records in curves.items():
+        steps = max((record["step"] for record in records if "step" in record), default=None)
+        values = [_last(records, "ema", "loss"), _last(records, "valid_loss"), _last(records, "valid_perplexity")]
+        cells = "".join(f"<td>{_short(value)}</td>" for value in values)
+        shown = "–" if steps is None else f"{steps:,}".replace(",", "\N{THIN SPACE}")
+        rows.append(f'<tr><th scope="row">{escape(name)}</th><td>{shown}</td>{cells}</tr>')
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _last(records: Sequence[Mapping[str, Any]], *names: str) -> float | None:
+    """The newest value of the first name that was ever logged."""
+    for name in names:
+        values = [record[name] for record in records if isinstance(record.get(name), int | float)]
+        if values:
+            return values[-1]
+    return None
+
+
+def _present(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _short(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"

@@ -1,0 +1,107 @@
+"""`skipless report` from the outside: what it takes, what it writes, what it says when it cannot."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skipless.analysis.report_sources import inspection_of_states
+from skipless.cli import main
+from skipless.theory import kernels
+
+
+class Skipless:
+    """Runs a command in this process, in an empty folder."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        self.monkeypatch.setattr(sys, "argv", ["skipless", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        seen = self.capsys.readouterr()
+        assert (stop.value.code or 0) == code, seen.out + seen.err
+        return seen.err if code == 2 else seen.out
+
+
+@pytest.fixture
+def skipless(tmp_path: Path, capsys, monkeypatch) -> Skipless:
+    monkeypatch.chdir(tmp_path)
+    return Skipless(capsys, monkeypatch)
+
+
+def states(depth: int = 3, length: int = 8) -> np.ndarray:
+    return np.stack([kernels.exponential(rate, length) for rate in np.linspace(3.0, 0.5, depth + 1)])
+
+
+def make_run(folder: Path, *, norm: str = "none", scale: float = 1.0) -> Path:
+    (folder / "probes").mkdir(parents=True)
+    (folder / "experiment.json").write_text(json.dumps({"name": "tiny", "model": {"norm": norm}}))
+    lines = [{"step": step, "loss": 5.0, "ema": 5.5} for step in (1, 2)] + [{"step": 2, "valid_loss": 4.5}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (0, 2):
+        np.savez_compressed(folder / "probes" / f"step-{step:08d}.npz", step=step, states=scale * states())
+    return folder
+
+
+def page_data(path: Path = Path("report.html")) -> dict:
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text.split('id="data">')[1].split("</script>")[0])
+
+
+def test_runs_inspections_and_certificates_on_one_page(skipless) -> None:
+    make_run(Path("one"))
+    Path("inspection.json").write_text(inspection_of_states("measured", states()).to_json())
+    skipless("kernels", "fig1", "--depth", "6", "--length", "20", "--no-figure", "--json", "fig1.json")
+    said = skipless("report", "one", "inspection.json", "fig1.json", "--out", "sub/page.html", "--title", "All of it")
+    assert "6 networks, 1 runs" in said
+    data = page_data(Path("sub/page.html"))
+    names = [network["name"] for network in data["networks"]]
+    assert names == ["tiny, step 0", "tiny, step 2", "measured", "Standard", "U-SPA", "E-SPA"]
+    assert [curve["name"] for curve in data["curves"]] == ["tiny"]
+    assert all(network["kernels"] for network in data["networks"])
+    assert [path.name for path in Path("sub").iterdir()] == ["page.html"]  # nothing is left beside it
+
+
+def test_equal_names_are_numbered(skipless) -> None:
+    skipless("report", str(make_run(Path("a"))), str(make_run(Path("b"))))
+    data = page_data()
+    assert [curve["name"] for curve in data["curves"]] == ["tiny", "tiny (2)"]
+    assert len({network["name"] for network in data["networks"]}) == 4
+
+
+def test_norms_of_a_normalised_stream_are_not_judged(skipless) -> None:
+    skipless("report", str(make_run(Path("plain"), scale=100.0)))
+    assert "norms drift" in Path("report.html").read_text()
+    skipless("report", str(make_run(Path("normed"), norm="pre", scale=100.0)))
+    assert "norms drift" not in Path("report.html").read_text()
+
+
+def test_a_list_of_inspections(skipless) -> None:
+    several = [inspection_of_states(name, states()).as_dict() for name in ("a", "b")]
+    Path("several.json").write_text(json.dumps(several))
+    assert "2 networks" in skipless("report", "several.json")
+
+
+def test_what_cannot_be_shown_is_named(skipless) -> None:
+    Path("empty").mkdir()
+    Path("words.json").write_text("not json")
+    Path("other.json").write_text('{"inputs": []}')
+    Path("half.json").write_text('{"model": "x", "blocks": [{}], "verdict": {}}')
+    run = make_run(Path("run"))
+    (run / "probes" / "step-00000000.npz").write_bytes(b"half a file")
+    cases = {
+        "missing": "does not exist; give a run's folder",
+        "empty": "without metrics.jsonl",
+        "words.json": "is not JSON",
+        "other.json": "neither an inspection nor certificates",
+        "half.json": "half.json: the inspection is damaged",
+        "run": "not a probe of a run, or damaged",
+    }
+    for path, words in cases.items():
+        assert words in skipless("report", path, code=2)
+    assert "is a folder" in skipless("report", "run", "--out", "empty", code=2)
+    assert not Path("report.html").exists()

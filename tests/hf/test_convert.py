@@ -1,0 +1,247 @@
+"""convert: sizes carried over for random configs of each family, every change reported, refusals that say why."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    BertConfig,
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    T5Config,
+)
+
+import skipless
+from skipless.hf import SkiplessConfig
+from skipless.hf.convert import Conversion, convert
+from skipless.model.signal import certificate
+from skipless.model.transformer import Transformer
+from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
+
+SIZES = {"vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(depth: int = 6, heads: int = 4, kv_heads: int = 2, head_width: int = 8, hidden: int = 48, **more: Any):
+    return LlamaConfig(
+        hidden_size=heads * head_width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=hidden,
+        **{**SIZES, **more},
+    )
+
+
+def neox(depth: int = 6, heads: int = 4, head_width: int = 8, hidden: int = 48, **more: Any) -> GPTNeoXConfig:
+    return GPTNeoXConfig(
+        hidden_size=heads * head_width,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        intermediate_size=hidden,
+        **{**SIZES, **more},
+    )
+
+
+def gpt2(depth: int = 6, heads: int = 4, head_width: int = 8, hidden: int | None = None, **more: Any) -> GPT2Config:
+    return GPT2Config(n_embd=heads * head_width, n_layer=depth, n_head=heads, n_inner=hidden, **{**SIZES, **more})
+
+
+def changed(conversion: Conversion) -> dict[str, str]:
+    return {change.what: f"{change.before} → {change.after}" for change in conversion.changes}
+
+
+sizes = st.fixed_dictionaries(
+    {
+        "depth": st.integers(1, 40),
+        "heads": st.sampled_from([1, 2, 4, 6]),
+        "head_width": st.sampled_from([2, 8, 16]),
+        "hidden": st.integers(1, 50).map(lambda n: 2 * n),
+        "max_position_embeddings": st.integers(8, 5000),
+    }
+)
+
+
+@given(size=sizes, kv=st.sampled_from([1, 2]), theta=st.floats(1e3, 1e6))
+@settings(max_examples=15)
+def test_llama_sizes(size: dict, kv: int, theta: float) -> None:
+    kv_heads = kv if size["heads"] % kv == 0 else 1
+    source = llama(**size, kv_heads=kv_heads, rope_theta=theta)
+    config = convert(source, activation="gelu").config
+    assert (config.width, config.depth, config.heads) == (source.hidden_size, size["depth"], size["heads"])
+    assert (config.kv_heads, config.vocab_size, config.length) == (kv_heads, 60, size["max_position_embeddings"])
+    assert config.rope_base == theta
+    assert 2 * config.hidden == 3 * size["hidden"]  # as many parameters as the three matrices of SwiGLU
+    assert not config.mlp_bias
+    assert config.vanilla
+
+
+@given(size=sizes, base=st.floats(1e3, 1e6))
+@settings(max_examples=15)
+def test_gpt_neox_sizes(size: dict, base: float) -> None:
+    source = neox(**size, rotary_emb_base=base)
+    config = convert(source, activation="gelu").config
+    assert (config.width, config.depth, config.heads) == (source.hidden_size, size["depth"], size["heads"])
+    assert (config.hidden, config.length, config.rope_base) == (size["hidden"], size["max_position_embeddings"], base)
+    assert config.mlp_bias
+
+
+@given(size=sizes, own_hidden=st.booleans())
+@settings(max_examples=15)
+def test_gpt2_sizes(size: dict, own_hidden: bool) -> None:
+    hidden, length = (size.pop("hidden") if own_hidden else None), size.pop("max_position_embeddings")
+    size.pop("hidden", None)
+    source = gpt2(**size, hidden=hidden, n_positions=length)
+    config = convert(source, activation="gelu").config
+    assert (config.width, config.depth, config.heads) == (source.n_embd, size["depth"], size["heads"])
+    assert (config.hidden, config.length) == (hidden or 4 * source.n_embd, length)
+
+
+@pytest.mark.parametrize("source", [llama(), neox(), gpt2()], ids=lambda config: config.model_type)
+def test_the_counterpart_runs_and_keeps_the_signal(source) -> None:
+    conversion = convert(source)
+    assert isinstance(conversion.model, Transformer)
+    assert conversion.model is conversion.model
+    assert conversion.model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 60)
+    assert certificate(conversion.config).verdict.kind in ("preserved", "drift")
+    assert conversion.config.shaped_activation.base == "gelu"
+    assert conversion.model.blocks[0].layers()[0].query.weight.abs().max() == 0  # SPA's start, not the source's
+
+
+def test_a_model_is_read_by_its_config_alone() -> None:
+    model = GPT2LMHeadModel(gpt2())
+    conversion = skipless.convert(model)
+    assert conversion.config == convert(model.config).config
+    assert "no weight is carried over" in str(conversion)
+
+
+def test_without_memory_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = convert(llama()).model
+    assert model.embedding.weight.is_meta
+
+
+def test_to_hf_keeps_special_tokens() -> None:
+    wrapped = convert(llama()).to_hf()
+    assert (wrapped.config.bos_token_id, wrapped.config.eos_token_id) == (1, 2)
+    assert wrapped.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2, do_sample=False).shape[1] <= 4
+
+
+def test_llama_report() -> None:
+    seen = changed(convert(llama(depth=12, attention_dropout=0.1, attention_bias=True)))
+    assert seen["MLP"] == "gated silu, hidden 48 → shaped gelu, hidden 72"
+    assert seen["norms"] == "RMSNorm before each sub-block and at the end → none"
+    assert {"skips", "attention at the start", "unembedding", "dropout", "attention biases"} < seen.keys()
+    assert "positions" not in seen
+
+
+def test_gpt2_report() -> None:
+    seen = changed(convert(gpt2(depth=12)))
+    assert seen["positions"] == "a learned vector for each → RoPE, base 10000"
+    assert seen["MLP"] == "gelu_new, hidden 128 → shaped gelu, hidden 128"
+    assert {"dropout", "attention biases"} < seen.keys()
+    assert "unembedding" not in seen  # GPT-2 shares it too
+    scaled = changed(convert(gpt2(scale_attn_by_inverse_layer_idx=True)))
+    assert scaled["attention scores"].startswith("divided by the block's number")
+
+
+def test_gpt_neox_report() -> None:
+    seen = changed(convert(neox(rotary_pct=0.25)))
+    assert seen["RoPE share"] == "0.25 of each head → all of it"
+    assert "attention, then MLP" in seen["block"]
+    assert "block" not in changed(convert(neox(use_parallel_residual=False)))
+
+
+def test_rope_scaling_and_windows_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    rope = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
+    scaled = convert(llama(rope_parameters=rope))
+    assert (changed(scaled)["RoPE scaling"], scaled.config.rope_base) == ("linear → none", 5e5)
+    small = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mistral = MistralConfig(**small, head_dim=8, intermediate_size=48, sliding_window=16, **SIZES)
+    assert changed(convert(mistral))["sliding window"] == "16 locations → all locations before"
+    qwen = changed(convert(Qwen2Config(**small, intermediate_size=48, **SIZES)))
+    assert "attention biases" in qwen
+    assert "sliding window" not in qwen
+
+
+def test_the_report_reads_well() -> None:
+    text = str(convert(llama(depth=12)))
+    first, kept, size, *rest = text.splitlines()
+    assert first.startswith("llama → skipless")
+    assert "12 blocks of width 32, 4 heads (2 for keys and values)" in kept
+    assert "parameters in matrices" in size
+    assert all(line.startswith("  changed  ") for line in rest)
+
+
+def test_parameter_counts_agree_with_the_models() -> None:
+    conversion = convert(llama(tie_word_embeddings=True))
+    assert conversion.source.matrix_parameters == conversion.config.matrix_parameters
+    untied = convert(llama()).source.matrix_parameters
+    assert untied - conversion.source.matrix_parameters == 60 * 32
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.9, 0.98])
+def test_normalised_skips_take_a_feasible_rate(weight: float) -> None:
+    conversion = convert(llama(depth=12), skip_weight=weight, norm="pre")
+    skip = conversion.config.attention_skip
+    assert skip == conversion.config.mlp_skip
+    assert skip.shortcut**2 + skip.residual**2 == pytest.approx(1.0)
+    assert "App. F" in str(conversion)
+    assert changed(conversion)["norms"].endswith("→ RMSNorm before each sub-block and at the end")
+
+
+@pytest.mark.parametrize("scheme", [UniformSPA(0.5), ValueSkipInit(), StandardAttention(), ExponentialSPA(0.1)])
+def test_any_scheme(scheme) -> None:
+    conversion = convert(llama(depth=16), scheme, activation="tat-leaky_relu", hidden=64, length=32)
+    assert (conversion.config.scheme, conversion.config.hidden, conversion.config.length) == (scheme, 64, 32)
+    assert changed(conversion)["length"] == "2048 → 32"
+    assert "hidden size as asked for; activation as asked for" in str(conversion)
+
+
+def test_few_blocks_leave_the_activation_unshaped_and_say_so() -> None:
+    conversion = convert(llama(depth=2))
+    assert "2 blocks are too few for DKS's targets" in str(conversion)
+    assert changed(convert(neox(depth=2))).get("MLP") is None  # a plain GELU of the same size stays
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (BertConfig(), "bert is an encoder"),
+        (T5Config(), "t5 is an encoder-decoder"),
+        (MixtralConfig(), "mixture of experts"),
+        (BloomConfig(), "ALiBi"),
+        (MambaConfig(), "'mamba' is not a family convert knows"),
+        (Qwen2VLConfig(), r"convert\(config.text_config\)"),
+        (SkiplessConfig(depth=6), "this library's own"),
+        (gpt2(add_cross_attention=True), "cross-attention"),
+        (llama(head_dim=16), "set head_dim=8"),
+        (llama(heads=4, head_width=3), "odd"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_refusals_say_why(source, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        convert(source, activation="gelu")
+
+
+def test_wrong_arguments_say_what_is_right() -> None:
+    with pytest.raises(TypeError, match=r"AutoConfig.from_pretrained"):
+        convert("meta-llama/Llama-3.2-1B")
+    with pytest.raises(TypeError, match=r"ExponentialSPA\(\)"):
+        convert(llama(), "e-spa")
+    with pytest.raises(ValueError, match="0 ≤ α < 1"):
+        convert(llama(), skip_weight=1.0)
+    with pytest.raises(ValueError, match="gamma_final ≥"):
+        convert(llama(), ExponentialSPA(0.005), skip_weight=0.98)
