@@ -53,7 +53,7 @@ def demo_picture(arms: Sequence[ArmPicture], counting: float, heading: Heading) 
     blocks = list(arms[0].initial)
     across = len(blocks) * (_PANEL + _GAP) - _GAP
     right = _LEFT + 0.35 + _CURVES + _BESIDE
-    page = Page(right + across + 0.4 + _PANEL + 1.6, _TOP + len(arms) * _ROW + 0.62)
+    page = Page(right + across + 0.4 + _PANEL + 1.75, _TOP + len(arms) * _ROW + 0.62)
     page.heading(_LEFT, heading.title, heading.subtitle)
     _caption(page, _LEFT, "What they learn", "training loss by step, in nats per byte")
     _draw_losses(page.axes(_LEFT + 0.35, _TOP, _CURVES, len(arms) * _ROW - 0.2), arms, counting)
@@ -168,6 +168,5 @@ def _colour_bar(page: Page, left: float, top: float) -> None:
     bar = page.figure.colorbar(scale, cax=axes, orientation="horizontal", ticks=[0, 0.5, 1])
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=2, pad=2)
-    bar.ax.set_xticklabels(["0 or less", "0.5", "1: all alike"])
-    words = "under each panel, its mean off the diagonal"
-    page.text(left + 2 * (_PANEL + _GAP) + 0.15, top + 0.05, words, fontsize=8.5, color=INK, va="center")
+    words = "1: locations cannot be told apart. Under each panel, its mean off the diagonal"
+    page.text(left + 2 * (_PANEL + _GAP) + 0.06, top + 0.05, words, fontsize=8.5, color=INK, va="center")

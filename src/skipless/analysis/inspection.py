@@ -1,6 +1,7 @@
 """What an inspection of a network finds: per block, in plain data that tables, figures and pages read."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,8 +18,10 @@ class BlockSignal:
     with quantiles at 5, 25, 50, 75 and 95 %. collapse is the rank-one residual ‖X − 1x̄ᵀ‖/‖X‖: 0 is total collapse.
     kurtosis is of the activations' entries, 3 for a Gaussian; outlier is the largest entry over the root mean square.
     gradient_*: squared gradient norm per location, relative to the output's mean. attention_*: None where the model
-    gives no attention weights. parameter_gradients: norm by kind of parameter. predicted: theory's diagonal and cosine,
-    for models of this library.
+    gives no attention weights; entropy is in nats, spread the same over that of uniform attention, first the weight on
+    the first key. carry is the mean cosine between a location before and after the block: near 0 without a shortcut.
+    parameter_gradients and parameter_sizes: norm of the gradient, and root mean square of the matrices, by kind of
+    parameter. predicted: theory's diagonal, cosine and gradient at initialisation, for models of this library.
     """
 
     block: int
@@ -39,6 +42,22 @@ class BlockSignal:
     attention_first: float | None = None
     parameter_gradients: dict[str, float] = field(default_factory=dict)
     predicted: dict[str, float] | None = None
+    attention_spread: float | None = None
+    carry: float | None = None
+    parameter_sizes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def query_key_gradient(self) -> float | None:
+        """Gradient norm of queries and keys over that of values and outputs: it vanishes where locations coincide.
+
+        Noci et al. 2022. None where the gradients are not known; 0 over 0 is 0.
+        """
+        gradients = self.parameter_gradients
+        if not {"query", "key", "value", "output"} <= set(gradients):
+            return None
+        content = math.hypot(gradients["value"], gradients["output"])
+        scores = math.hypot(gradients["query"], gradients["key"])
+        return scores / content if content > 0 else (0.0 if scores == 0 else math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +66,7 @@ class Inspection:
 
     kernels: (blocks+1, t, t) cosines of the first row, at most 128 locations; None if not kept.
     advice: what to change, in plain words, empty when healthy.
+    locations: "norm" and, where gradients were taken, "gradient": (blocks+1, T), means over rows, NaN at padding.
     """
 
     model: str
@@ -54,6 +74,12 @@ class Inspection:
     verdict: Verdict
     advice: str = ""
     kernels: np.ndarray | None = field(default=None, repr=False)
+    locations: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the signal reaches the end: preserved, or merely drifting."""
+        return not self.verdict.lost
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; kernels as nested lists of three digits."""
@@ -65,8 +91,22 @@ class Inspection:
             "advice": self.advice,
             "blocks": blocks,
             "kernels": kernels,
+            "locations": {name: _rounded(values) for name, values in self.locations.items()},
         }
 
     def to_json(self) -> str:
-        """as_dict as text."""
-        return json.dumps(self.as_dict())
+        """as_dict as text, with null for what is not a finite number."""
+        return json.dumps(_finite(self.as_dict()), allow_nan=False, ensure_ascii=False)
+
+
+def _rounded(values: np.ndarray) -> list:
+    """To four significant digits."""
+    return [[float(f"{value:.4g}") for value in row] for row in values]
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipless import __version__
 from skipless.analysis.study import verdict_words
-from skipless.recipes.demo import Counting
+from skipless.recipes.demo import E_SPA, STANDARD, Counting
 from skipless.recipes.demo_outcome import Outcome
 
 if TYPE_CHECKING:
@@ -42,6 +42,15 @@ def _learned(gain: float) -> str:
     return f"is {-gain:.2f} nats per byte worse than counting symbols"
 
 
+def title(outcomes: Sequence[Outcome], reference: Counting) -> str:
+    """The picture's headline, which claims no more than the numbers show."""
+    depth = outcomes[0].arm.experiment.model.depth
+    learned = {outcome.arm.name: reference.train - outcome.final > NOTHING for outcome in outcomes}
+    if learned[E_SPA] and not learned[STANDARD]:
+        return f"{depth} blocks without skips: E-SPA learns, standard attention does not"
+    return f"{depth} blocks, with and without skips"
+
+
 def as_json(outcomes: Sequence[Outcome], reference: Counting) -> dict[str, Any]:
     """Every number of the table and the curves."""
     return {
@@ -76,8 +85,9 @@ def draw(outcomes: Sequence[Outcome], reference: Counting) -> "Figure":
         f"{schedule.batch_size} × {schedule.length}, {tokens / 1e3:,.0f} thousand bytes, the same for all"
     )
     pictures = [
-        ArmPicture(o.arm.label, f"skips: {o.arm.skips}\nnorms: {o.arm.norms}", o.losses, o.initial, o.trained, o.verdict)
+        ArmPicture(
+            o.arm.label, f"skips: {o.arm.skips}\nnorms: {o.arm.norms}", o.losses, o.initial, o.trained, o.verdict
+        )
         for o in outcomes
     ]
-    title = f"{model.depth} blocks deep, with and without shortcuts"
-    return demo_picture(pictures, reference.train, Heading(title, subtitle))
+    return demo_picture(pictures, reference.train, Heading(title(outcomes, reference), subtitle))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import time
@@ -14,7 +15,7 @@ from rich.console import Console
 from skipless.cli.demo_report import as_json, closing, draw, table
 from skipless.cli.output import print_table, write_whole
 from skipless.data.progress import Progress
-from skipless.recipes.demo import DEMO, E_SPA, Arm, Size, arms, counting, prepare_bytes
+from skipless.recipes.demo import DEMO, E_SPA, Arm, Size, arms, counting, prepare_text
 from skipless.recipes.demo_outcome import read_outcome, sample
 from skipless.train.config import Experiment
 from skipless.train.divergence import Diverged
@@ -22,7 +23,7 @@ from skipless.train.loop import read_result, train
 from skipless.train.run import EXPERIMENT, FINISHED, read_experiment
 
 DATA, RUNS, FIGURE, RESULTS, SAMPLE = "data", "runs", "demo.png", "results.json", "sample.txt"
-SAMPLE_TOKENS = 240
+SAMPLE_TOKENS = 160
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,24 @@ def run(request: Request, size: Size = DEMO) -> None:
         raise ValueError(f"--out is {out}, a file; name a folder")
     data = (out / DATA).resolve()
     _say(f"text: the standard library of Python {sys.version_info.major}.{sys.version_info.minor}, byte by byte")
-    prepare_bytes(data, Progress(), request.fresh)
+    prepare_text(data, Progress(), request.fresh)
     planned = arms(data, request.steps, request.seed, size)
     for arm in planned:
         _check_run(out / RUNS / arm.name, arm.experiment, request.fresh)
+    _warn_if_busy()
     for number, arm in enumerate(planned, 1):
         _train(arm, out / RUNS / arm.name, request.device, f"{number}/{len(planned)}")
     _show(planned, request)
+
+
+def _warn_if_busy() -> None:
+    """Torch's threads wait for each other by spinning, which on a busy machine costs ten times the work itself."""
+    load, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count() or 1
+    if load > cores and "OMP_WAIT_POLICY" not in os.environ:
+        _say(
+            f"other programs keep this machine busy (load {load:.1f} on {cores} cores), so this takes longer; "
+            "OMP_WAIT_POLICY=passive skipless demo suffers least"
+        )
 
 
 def _check_run(folder: Path, experiment: Experiment, fresh: bool) -> None:
@@ -64,13 +76,17 @@ def _check_run(folder: Path, experiment: Experiment, fresh: bool) -> None:
     moved = dataclasses.replace(there, data=experiment.data) if (folder / FINISHED).is_file() else there
     if moved != experiment:
         raise ValueError(
-            f"{folder} holds a demo with other settings ({_settings(there)}; now {_settings(experiment)}): repeat "
-            "those, give another --out, or start over with --fresh"
+            f"{folder} holds another demo ({_difference(there, experiment)}): repeat its options, give another --out, "
+            "or start over with --fresh"
         )
 
 
-def _settings(experiment: Experiment) -> str:
-    return f"--steps {experiment.train.steps} --seed {experiment.train.seed}, text in {experiment.data.folder}"
+def _difference(there: Experiment, here: Experiment) -> str:
+    then, now = (
+        {"--steps": e.train.steps, "--seed": e.train.seed, "its text in": e.data.folder} for e in (there, here)
+    )
+    found = [f"{name} {then[name]} there, {now[name]} here" for name in then if then[name] != now[name]]
+    return "; ".join(found) or "of another version of skipless"
 
 
 def _train(arm: Arm, folder: Path, device: str | None, count: str) -> None:

@@ -1,0 +1,111 @@
+"""The model and the batch that `skipless inspect` was asked for."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
+
+from skipless.analysis.open_model import FAMILIES, build_family, open_model
+from skipless.model import presets
+from skipless.model.transformer import Transformer
+
+Encode = Callable[[str], Any]
+_SIZES = {"depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What was typed. sizes has depth, width and heads, each None where it was not given."""
+
+    model: str
+    text: Path | None = None
+    length: int = 128
+    rows: int = 2
+    sizes: Mapping[str, int | None] | None = None
+    seed: int = 0
+
+    def open(self) -> tuple[nn.Module, Encode | None]:
+        """The model and its tokenizer, if it has one."""
+        if self.length < 2:
+            raise ValueError(f"--length is {self.length}; cosines compare locations, so give at least 2")
+        if self.rows < 1:
+            raise ValueError(f"--batch is {self.rows}; give at least 1 row")
+        torch.manual_seed(self.seed)
+        disable_progress_bar()
+        sizes = {name: value for name, value in (self.sizes or {}).items() if value is not None}
+        if self.model.startswith("hf:"):
+            return build_family(self.model[3:], **{_SIZES[name]: value for name, value in sizes.items()}), None
+        folder = Path(self.model)
+        if not folder.is_dir():
+            return _preset(self.model, sizes), None
+        if sizes:
+            raise ValueError(f"--{next(iter(sizes))} is for presets and families; the weights in {folder} have theirs")
+        return _stored(folder, need_tokenizer=self.text is not None)
+
+    def batch(self, model: nn.Module, encode: Encode | None) -> Tensor:
+        """Tokens of the text or random ones, (rows, length); images of noise for models that read images."""
+        config: Any = getattr(model, "config", None)
+        generator = torch.Generator().manual_seed(self.seed)
+        if getattr(config, "image_size", None) is not None:
+            if self.text is not None:
+                raise ValueError("--text is given, but the model reads images; leave it out")
+            side = config.image_size
+            return torch.randn(self.rows, config.num_channels, side, side, generator=generator)
+        limit = getattr(config, "max_position_embeddings", None)
+        ours = any(isinstance(module, Transformer) for module in model.modules())  # no length is too long for those
+        if limit is not None and not ours and self.length > limit:
+            raise ValueError(f"--length is {self.length}; the model has {limit} positions: use --length {limit}")
+        vocabulary = config.vocab_size
+        if self.text is None:
+            return torch.randint(0, vocabulary, (self.rows, self.length), generator=generator)
+        return self._of_text(encode or _bytes, vocabulary)
+
+    def _of_text(self, encode: Encode, vocabulary: int) -> Tensor:
+        assert self.text is not None
+        tokens = torch.as_tensor(list(encode(self.text.read_text(encoding="utf-8"))), dtype=torch.long)
+        wanted = self.rows * self.length
+        if len(tokens) < wanted:
+            raise ValueError(
+                f"{self.text} holds {len(tokens)} tokens; {self.rows} rows of {self.length} need {wanted}: use a "
+                "longer text, or smaller --batch and --length"
+            )
+        if int(tokens[:wanted].max()) >= vocabulary:
+            raise ValueError(f"the text has token {int(tokens.max())}, but the model knows {vocabulary}")
+        return tokens[:wanted].reshape(self.rows, self.length)
+
+
+def _preset(name: str, sizes: Mapping[str, int]) -> Transformer:
+    if name not in presets.names():
+        near = difflib.get_close_matches(name, presets.names(), n=3, cutoff=0.3)
+        hint = f" (nearest: {', '.join(near)})" if near else ""
+        raise ValueError(
+            f"{name} is no folder, no preset{hint} and no family ({', '.join(f'hf:{family}' for family in FAMILIES)})"
+        )
+    return Transformer(presets.preset(name, **sizes)).eval()
+
+
+def _stored(folder: Path, need_tokenizer: bool) -> tuple[nn.Module, Encode | None]:
+    """A run's newest weights, or what save_pretrained wrote; a tokenizer is looked for only if a text is read."""
+    from skipless.train.run import EXPERIMENT
+    from skipless.train.subject import load_subject
+
+    if (folder / EXPERIMENT).is_file():
+        subject = load_subject(folder, None if need_tokenizer else "bytes")
+        return subject.model, subject.tokenizer.encode if need_tokenizer else None
+    model = open_model(folder)
+    if not need_tokenizer:
+        return model, None
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return model, lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+def _bytes(text: str) -> bytes:
+    """Models without a tokenizer read bytes."""
+    return text.encode("utf-8")

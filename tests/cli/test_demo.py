@@ -1,0 +1,150 @@
+"""`skipless demo` end to end, on a network small enough for seconds."""
+
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from skipless.cli import demo_run, main
+from skipless.data.prepare import Preparation
+from skipless.data.training import Bytes
+from skipless.recipes.demo import DEMO, Size
+from skipless.train.metrics import read_metrics
+
+TINY = Size(depth=6, width=16, heads=2, length=16, batch_size=2, eval_tokens=64)
+RUN = demo_run.run
+ARMS = ("pre-ln", "standard", "e-spa")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Preparation:
+    home = tmp_path_factory.mktemp("text")
+    for name, numbers in {"train.txt": range(300), "valid.txt": range(300, 350)}.items():
+        (home / name).write_text("\n\n".join(f"def f{n}(x):\n    return x + {n}" for n in numbers))
+    return Preparation(str(home / "train.txt"), tokenizer=Bytes(), valid=str(home / "valid.txt"))
+
+
+class Demo:
+    """Runs the command in this process, on a small text and with a small network."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+        self.capsys, self.monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *words: str, code: int = 0) -> tuple[str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["skipless", "demo", "--device", "cpu", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        seen = self.capsys.readouterr()
+        assert (stop.value.code or 0) == code, seen.out + seen.err
+        return seen.out, seen.err
+
+
+@pytest.fixture
+def demo(tmp_path: Path, capsys, monkeypatch, text: Preparation) -> Demo:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo_run, "run", partial(RUN, size=TINY))
+    monkeypatch.setattr(demo_run, "prepare_text", partial(demo_run.prepare_text, plan=text))
+    monkeypatch.setattr(demo_run, "SAMPLE_TOKENS", 20)
+    return Demo(capsys, monkeypatch)
+
+
+def losses(arm: str, out: str = "skipless-demo") -> list[float]:
+    return [record["loss"] for record in read_metrics(Path(out) / "runs" / arm) if "loss" in record]
+
+
+def test_end_to_end_and_again(demo, monkeypatch) -> None:
+    out, err = demo("--steps", "6")
+    home = Path("skipless-demo")
+    lines = out.splitlines()
+    assert lines[1].split()[:3] == ["network", "skips", "norms"]
+    assert [line.split()[0] for line in lines[2:6]] == ["Pre-LN", "standard", "E-SPA", "counting"]
+    assert "E-SPA writes, after 6 steps:" in lines
+    assert "    def " in out
+    assert lines[-1].count("counting symbols.") == 3
+    results = json.loads((home / "results.json").read_text())
+    for arm, row, line in zip(ARMS, results["networks"], lines[2:5], strict=True):
+        assert row["name"] == arm
+        np.testing.assert_allclose(row["losses"], losses(arm), atol=1e-4)
+        assert row["training_loss"] == pytest.approx(losses(arm)[-1])
+        assert f" {row['training_loss']:.2f} " in line
+        assert f" {row['valid_bits_per_byte']:.2f} " in line
+    written = [Path(line.removeprefix("wrote ")) for line in lines if line.startswith("wrote ")]
+    assert [path.name for path in written] == ["demo.png", "results.json", "sample.txt", "model.safetensors"]
+    assert all(path.is_file() for path in written)
+    assert "3/3 E-SPA (skips: none, norms: none): 6 steps" in err
+
+    monkeypatch.setattr(demo_run, "train", lambda *_, **__: pytest.fail("it trains again"))
+    (home / "demo.png").unlink()
+    again, err = demo("--steps", "6")
+    assert again == out
+    assert err.count("trained already") == 3
+    assert (home / "demo.png").is_file()
+
+    home.rename("elsewhere")
+    moved, _ = demo("--steps", "6", "--out", "elsewhere")
+    assert moved == out.replace("skipless-demo", "elsewhere")
+
+
+def test_an_interruption_resumes_to_the_same_numbers(demo, monkeypatch) -> None:
+    demo("--steps", "6", "--out", "whole")
+    inner = torch.nn.functional.cross_entropy
+    calls: list[int] = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 9:  # the third step of the second network
+            os.kill(os.getpid(), signal.SIGINT)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr("skipless.train.step.F.cross_entropy", interrupted)
+    _, err = demo("--steps", "6", code=130)
+    assert err.splitlines()[-1].endswith(
+        "stopped while training standard attention; the same command goes on from there"
+    )
+    assert len(losses("standard")) == 3
+    out, err = demo("--steps", "6")
+    assert err.count("trained already") == 1
+    assert [losses(arm) for arm in ARMS] == [losses(arm, "whole") for arm in ARMS]
+    assert "counting symbols" in out
+
+
+def test_other_settings_are_refused_and_fresh_starts_over(demo) -> None:
+    demo("--steps", "3")
+    before = losses("e-spa")
+    _, err = demo("--steps", "4", code=2)
+    assert "(--steps 3 there, 4 here)" in err
+    assert err.rstrip().endswith("start over with --fresh")
+    assert losses("e-spa") == before
+    demo("--steps", "4", "--seed", "1", "--fresh")
+    assert len(losses("e-spa")) == 4
+
+
+def test_bad_requests_end_in_one_line(demo) -> None:
+    Path("file").write_text("")
+    assert "--out is file, a file; name a folder" in demo("--out", "file", code=2)[1]
+    assert "--steps is 1; the shortest schedule" in demo("--steps", "1", code=2)[1]
+
+
+def test_without_matplotlib_all_but_the_picture_is_there(demo, monkeypatch) -> None:
+    for name in ("skipless.analysis.figure_style", "skipless.analysis.demo_figure", "skipless.analysis.figures"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out, err = demo("--steps", "2")
+    assert "pip install 'skipless[plot]'" in err
+    assert "counting symbols" in out
+    assert not Path("skipless-demo/demo.png").exists()
+
+
+@pytest.mark.slow
+def test_the_full_networks_take_a_step(demo, monkeypatch) -> None:
+    monkeypatch.setattr(demo_run, "run", partial(RUN, size=DEMO))
+    out, _ = demo("--steps", "2")
+    verdicts = [line.rsplit("  ", 1)[1] for line in out.splitlines()[2:5]]
+    assert verdicts[0] == verdicts[2] == "preserved"
+    assert verdicts[1].startswith("collapse at block ")
