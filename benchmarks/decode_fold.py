@@ -101,7 +101,9 @@ def main() -> None:
     logits = {name: call().double().clone() for name, call in steps.items()}
     drift = float((logits["folded"] - logits["unfolded"]).norm() / logits["unfolded"].norm())
     if not drift < 0.05:
-        sys.exit(f"folded and unfolded logits differ by {drift:.1e} of their norm in {options.dtype}: no speed is printed")
+        sys.exit(
+            f"folded and unfolded logits differ by {drift:.1e} of their norm in {options.dtype}: no speed is printed"
+        )
     times = [{name: milliseconds(call) for name, call in steps.items()} for _ in range(options.rounds)]
     median = {name: statistics.median(row[name] for row in times) for name in steps}
     ratio = statistics.median(row["folded"] / row["unfolded"] for row in times)

@@ -2,7 +2,8 @@
 
     python benchmarks/step.py --width 512 --steps 30
 
-Each arm first shows that its compiled blocks compute what the eager ones do; then 16 × 512 tokens, bfloat16, fused Adam.
+Each arm first shows that its compiled blocks compute what the eager ones do; then come 16 × 512 tokens in bfloat16,
+fused Adam.
 """
 
 import argparse
@@ -18,12 +19,14 @@ ARMS = ("wikitext103/pre-ln", "wikitext103/e-spa", "wikitext103/u-spa", "wikitex
 
 
 def build(name: str, width: int, depth: int) -> Transformer:
+    """The preset's network on the GPU."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         return Transformer(preset(name, width=width, depth=depth))
 
 
 def loss_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+    """Next-token loss under autocast."""
     with torch.autocast("cuda", dtype=torch.bfloat16):
         logits = model(tokens[:, :-1])
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -42,6 +45,7 @@ def check(name: str, width: int) -> float:
 
 
 def measure(name: str, width: int, depth: int, steps: int) -> dict:
+    """Milliseconds per step after five to warm up, and what follows from them."""
     model = build(name, width, depth).compile_blocks()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True)
     tokens = torch.randint(0, 32_000, (16, 513), device="cuda")
@@ -73,6 +77,7 @@ def measure(name: str, width: int, depth: int, steps: int) -> dict:
 
 
 def main() -> None:
+    """Check, measure, print a line per arm."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=36)
@@ -83,7 +88,9 @@ def main() -> None:
     for name in arguments.arms:
         error = check(name, arguments.width)
         if error > 0.05:
-            raise SystemExit(f"{name}: compiled and eager logits differ by {error:.3g} of their range; no speed is printed")
+            raise SystemExit(
+                f"{name}: compiled and eager logits differ by {error:.3g} of their range; no speed is printed"
+            )
         torch._dynamo.reset()
         torch.cuda.reset_peak_memory_stats()
         row = measure(name, arguments.width, arguments.depth, arguments.steps)

@@ -244,7 +244,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> No
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(OSError, match="x.json"):
+    with pytest.raises(OSError, match=r"x\.json"):
         write_whole(tmp_path / "x.json", b"data")
     assert list(tmp_path.iterdir()) == []
 
