@@ -14,7 +14,7 @@ BLOCKS = (0, 1, 36)
 
 def arm(label: str, end: float, verdict: Verdict, kernel: np.ndarray) -> ArmPicture:
     losses = end + np.exp(-np.arange(60) / 5)
-    return ArmPicture(label, "skips: none", losses, dict.fromkeys(BLOCKS, kernel), kernel, verdict)
+    return ArmPicture(label, "skips: none", losses, end, dict.fromkeys(BLOCKS, kernel), kernel, verdict)
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,15 @@ _LOWEST, _NEAREST = 0.05, 0.075  # share of the axis between its end and the cur
 
 @dataclass(frozen=True, eq=False)
 class ArmPicture:
-    """One network: its training losses, its measured cosines by block before and after training, its verdict."""
+    """One network: its training losses, its measured cosines by block before and after training, its verdict.
+
+    final is the loss that its label shows.
+    """
 
     label: str
     details: str
     losses: np.ndarray
+    final: float
     initial: Mapping[int, np.ndarray]
     trained: np.ndarray
     verdict: Verdict
@@ -78,7 +82,7 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
 
 def _draw_losses(axes: Axes, arms: Sequence[ArmPicture], counting: float) -> None:
     steps = max(len(arm.losses) for arm in arms)
-    ends = [float(smoothed(arm.losses)[-1]) for arm in arms]
+    ends = [arm.final for arm in arms]
     low, high = min([counting, *ends]), max([counting, *ends])
     span = max(high - low, 0.5)
     axes.set(xlim=(0, steps), ylim=(low - 0.25 * span, high + 0.9 * span), xlabel="step")
@@ -92,12 +96,15 @@ def _draw_losses(axes: Axes, arms: Sequence[ArmPicture], counting: float) -> Non
     _label_ends(axes, labels, ends)
     axes.annotate(
         f"counting symbols, {counting:.2f}",
-        (0, counting),
-        (4, -4),
+        (1, counting),
+        (-4, -5),
+        xycoords=axes.get_yaxis_transform(),
         textcoords="offset points",
         color=INK,
         fontsize=8.5,
+        ha="right",
         va="top",
+        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
     )
 
 

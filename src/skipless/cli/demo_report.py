@@ -31,7 +31,8 @@ def table(outcomes: Sequence[Outcome], reference: Counting) -> tuple[list[str], 
 
 def closing(outcomes: Sequence[Outcome], reference: Counting) -> str:
     """Who has learned something: said from the numbers alone."""
-    return " ".join(f"{outcome.arm.label} {_learned(reference.train - outcome.final)}." for outcome in outcomes)
+    sentences = [f"{outcome.arm.label} {_learned(reference.train - outcome.final)}." for outcome in outcomes]
+    return " ".join(sentence[0].upper() + sentence[1:] for sentence in sentences)
 
 
 def _learned(gain: float) -> str:
@@ -71,6 +72,10 @@ def as_json(outcomes: Sequence[Outcome], reference: Counting) -> dict[str, Any]:
             for outcome in outcomes
         ],
     }
+
+
+def _details(outcome: Outcome) -> str:
+    return f"skips: {outcome.arm.skips}\nnorms: {outcome.arm.norms}"
 
 
 def draw(outcomes: Sequence[Outcome], reference: Counting) -> "Figure":
