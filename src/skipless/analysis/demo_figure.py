@@ -97,7 +97,7 @@ def _draw_losses(axes: Axes, arms: Sequence[ArmPicture], counting: float) -> Non
     axes.annotate(
         f"counting symbols, {counting:.2f}",
         (1, counting),
-        (-4, -5),
+        (-4, -8),
         xycoords=axes.get_yaxis_transform(),
         textcoords="offset points",
         color=INK,
@@ -105,6 +105,7 @@ def _draw_losses(axes: Axes, arms: Sequence[ArmPicture], counting: float) -> Non
         ha="right",
         va="top",
         bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+        zorder=1.5,
     )
 
 

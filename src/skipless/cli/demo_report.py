@@ -90,9 +90,6 @@ def draw(outcomes: Sequence[Outcome], reference: Counting) -> "Figure":
         f"{schedule.batch_size} × {schedule.length}, {tokens / 1e3:,.0f} thousand bytes, the same for all"
     )
     pictures = [
-        ArmPicture(
-            o.arm.label, f"skips: {o.arm.skips}\nnorms: {o.arm.norms}", o.losses, o.initial, o.trained, o.verdict
-        )
-        for o in outcomes
+        ArmPicture(o.arm.label, _details(o), o.losses, o.final, o.initial, o.trained, o.verdict) for o in outcomes
     ]
     return demo_picture(pictures, reference.train, Heading(title(outcomes, reference), subtitle))
