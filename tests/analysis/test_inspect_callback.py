@@ -106,6 +106,7 @@ def test_bad_options_are_named():
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_hugging_face_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate (extra: eval)")
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=32)
     config.bos_token_id = config.eos_token_id = None
     model = transformers.GPT2LMHeadModel(config)
