@@ -42,6 +42,8 @@ def chosen(name: str, data: Path | None, assignments: list[str]):
     from skipless.train.config import Experiment
 
     path = Path(name)
+    if path.suffix == ".json" and not path.is_file():
+        raise ValueError(f"{path} does not exist; name a recipe (`skipless train --list`) or a run's experiment.json")
     experiment = Experiment.from_json(path.read_text()) if path.suffix == ".json" else recipe(name)
     folder = [f"data.folder={data}"] if data is not None else []
     return experiment.override(*folder, *assignments)
