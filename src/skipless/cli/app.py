@@ -36,6 +36,6 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"skipless: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt as stop:
-        print(f"skipless: {stop or 'interrupted'}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("skipless: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -1,0 +1,34 @@
+"""`skipless train` from the outside: what a user sees who stops it."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.training import Bytes
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text() * 40)
+    prepare(Preparation(str(text), tokenizer=Bytes(), valid_fraction=0.0), tmp_path / "data", workers=1)
+    fields = ("model.vocab_size=256", "model.width=32", "model.heads=4", "model.depth=6", "train.length=32")
+    fields += ("train.precision=fp32", "train.compile=false", "train.log_every=1", "train.eval_every=0")
+    words = [word for field in fields for word in ("--set", field)]
+    command = [sys.executable, "-m", "skipless.cli", "train", "wikitext103/e-spa", "--data", str(tmp_path / "data")]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "run"), "--device", "cpu", *words], stderr=subprocess.PIPE, text=True
+    )
+    log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not (log.is_file() and log.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert complaint.splitlines()[-1].startswith("skipless: stopped after step")
+    assert "--resume" in complaint.splitlines()[-1]
+    assert "Traceback" not in complaint
