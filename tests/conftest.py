@@ -7,6 +7,10 @@ import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
+if not torch.cuda.is_available():
+    # without a GPU its kernels run in Triton's interpreter, which must be asked for before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 hypothesis.settings.register_profile("skipless", deadline=None)
 hypothesis.settings.register_profile("skipless-ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("skipless-ci" if os.environ.get("CI") else "skipless")

@@ -14,8 +14,9 @@ from skipless.nn.attention import AttentionOptions, LayerCache, Placement, Shape
 from skipless.nn.block import Block
 from skipless.nn.mlp import MLP
 from skipless.nn.position import Rotation
-from skipless.ops import flex
+from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import Layout
+from skipless.ops.parts import ShapeParts
 from skipless.theory.shapes import AttentionShape
 
 
@@ -23,7 +24,7 @@ class Transformer(nn.Module):
     """Decoder-only language model (head "lm"), or an encoder with a token or pooled head. Sec. 2, App. H.
 
     tokens (batch, T) of integers → logits (batch, T, vocab_size); (batch, T, classes) for a token head and
-    (batch, classes) for a pooled one. Packed or padded batches come with a Layout.
+    (batch, classes) for a pooled one; with targets the loss. Packed or padded batches come with a Layout.
 
     recompute, where set, runs each block as recompute(block, *arguments): activation checkpointing, by
     functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False).
@@ -50,12 +51,17 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         *,
+        targets: Tensor | None = None,
         layout: Layout | None = None,
         caches: Sequence[LayerCache] | None = None,
         past: int = 0,
     ) -> Tensor:
-        """Logits. With caches (one per block, holding `past` locations) the tokens follow those already seen."""
-        return self.logits(self.hidden(tokens, layout=layout, caches=caches, past=past), layout)
+        """Logits, or with targets their mean cross entropy, for which all logits never exist at once.
+
+        With caches (one per block, holding `past` locations) the tokens follow those already seen.
+        """
+        hidden = self.hidden(tokens, layout=layout, caches=caches, past=past)
+        return self.logits(hidden, layout) if targets is None else self.loss(hidden, targets, layout)
 
     def hidden(
         self,
@@ -66,22 +72,24 @@ class Transformer(nn.Module):
         past: int = 0,
     ) -> Tensor:
         """X_L, the last block's output after the final norm where there is one: (batch, T, width)."""
-        if layout is None and caches is None and tokens.is_cuda and self.config.causal:
-            layout = Layout.continuing(0, tokens.shape[1], tokens.device)
-            flex.prepare(layout, tokens.shape[0])  # one block mask for all blocks, made outside what is compiled
-        placement = self.placement(tokens, layout, past)
         x = self.embed(tokens)
+        if caches is None and x.is_cuda:
+            layout = next(self.each_block()).layers()[0].prepare(x, layout)
+        placement = self.placement(tokens, layout, past)
         self.prepare(past + tokens.shape[1] if layout is None else layout.extent or tokens.shape[1], x)
         for index, block in enumerate(self.each_block()):
             cache = caches[index] if caches is not None else None
             x = block(x, placement, cache) if self.recompute is None else self.recompute(block, x, placement, cache)
         return self.norm(x)
 
-    def prepare(self, length: int, like: Tensor) -> None:
-        """Build every block's shape parts for `length` locations, before any compiled region; cheap when they exist."""
+    def prepare(self, length: int, like: Tensor) -> list[ShapeParts]:
+        """Build every block's shape parts for `length` locations, before any compiled region; cheap when they exist.
+
+        Blocks may replace them for another length: a CUDA graph that read them has to keep what is returned.
+        """
         dtype = torch.promote_types(like.dtype, torch.float32)
-        for block in self.each_block():
-            block.layers()[0].parts(length, next(block.parameters()).device, dtype)
+        blocks = self.each_block()
+        return [block.layers()[0].parts(length, next(block.parameters()).device, dtype) for block in blocks]
 
     def compile_blocks(self) -> "Transformer":
         """Compile each block in place, with static shapes. All blocks of a network share one graph."""
@@ -113,9 +121,14 @@ class Transformer(nn.Module):
         """The tied, unscaled unembedding X_L Eᵀ, whose logits have unit variance at initialisation; or the head's."""
         if self.head is None:
             return nn.functional.linear(hidden, self.embedding.weight.to(hidden.dtype))
-        if self.config.head == "pooled":
-            return self.head(_mean_over_tokens(hidden, layout))
-        return self.head(hidden)
+        return self.head(_mean_over_tokens(hidden, layout) if self.config.head == "pooled" else hidden)
+
+    def loss(self, hidden: Tensor, targets: Tensor, layout: Layout | None = None) -> Tensor:
+        """Mean cross entropy of logits(hidden, layout) in nats; targets (batch, T), or (batch,) for a pooled head."""
+        if self.head is None:
+            return linear_cross_entropy(hidden, self.embedding.weight, targets)
+        hidden = _mean_over_tokens(hidden, layout) if self.config.head == "pooled" else hidden
+        return linear_cross_entropy(hidden, self.head.weight, targets, self.head.bias)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 from skipless.nn import init
 from skipless.nn.position import RelativePosition, Rotation
+from skipless.ops import attention
 from skipless.ops.attention import shaped_attention
 from skipless.ops.layout import Layout
 from skipless.ops.parts import ShapeParts
+from skipless.ops.request import Request
+from skipless.ops.request import Request
 from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape
 from skipless.theory.tables import DenseShape, RescaledShape
 
@@ -110,9 +113,7 @@ class ShapedAttention(nn.Module):
     def forward(self, x: Tensor, placement: Placement | None = None, cache: LayerCache | None = None) -> Tensor:
         """x (batch, T, width). With a cache the T tokens follow those it holds."""
         placement = placement or self._default_placement(x)
-        q, k, v = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
-        if placement.rotation is not None:
-            q, k = placement.rotation.rotate(q), placement.rotation.rotate(k)
+        q, k, v = self._projected(x, placement)
         keys, values = cache.append(k, v) if cache is not None else (k, v)
         mixed = shaped_attention(
             q,
@@ -129,6 +130,13 @@ class ShapedAttention(nn.Module):
             mixed = self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
         return self.output(mixed.transpose(1, 2).flatten(2).to(x.dtype))
 
+    def request(self, x: Tensor, placement: Placement | None = None) -> Request:
+        """What forward asks of shaped_attention for x, for those who look inside; no cache, and nothing is attended."""
+        placement = placement or self._default_placement(x)
+        q, k, v = self._projected(x, placement)
+        parts = self.parts(self._extent(k, placement), x.device, torch.promote_types(x.dtype, torch.float32))
+        return Request(q, k, v, parts, placement.layout, self.bias_gain, self._relative_scores(q, k, placement))
+
     def parts(self, length: int, device: torch.device, dtype: torch.dtype) -> ShapeParts:
         """The shape's tensors for `length` locations: kept, and rebuilt when the device, dtype or length outgrows them.
 
@@ -139,6 +147,23 @@ class ShapedAttention(nn.Module):
             shape = PlainShape(self.shape.causal) if isinstance(self.shape, IdentityShape) else self.shape
             self._parts = kept = _build_parts(shape, length, device, dtype)
         return kept
+
+    def _projected(self, x: Tensor, placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values by head; the first two are rotated."""
+        q, k, v = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
+        if placement.rotation is not None:
+            q, k = placement.rotation.rotate(q), placement.rotation.rotate(k)
+        return q, k, v
+
+    def prepare(self, x: Tensor, layout: Layout | None) -> Layout | None:
+        """What all blocks share of attention to x (batch, T, width), done once; returns the layout to hand them."""
+        if self.relative is not None:
+            return layout
+        length = x.shape[1] if layout is None else layout.extent or x.shape[1]
+        parts = self.parts(length, x.device, torch.promote_types(x.dtype, torch.float32))
+        one = x.new_empty(1, 1, 1, 1)
+        q, k = (one.expand(x.shape[0], heads, x.shape[1], self.head_width) for heads in (self.heads, self.kv_heads))
+        return attention.prepare(Request(q, k, k, parts, layout, self.bias_gain), self.options.impl)
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)

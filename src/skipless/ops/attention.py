@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skipless.ops import flex, reference, sdpa
+from skipless.ops import flex, reference, sdpa, triton
 from skipless.ops.layout import Layout
 from skipless.ops.parts import ShapeParts
 from skipless.ops.request import Request
@@ -16,21 +16,26 @@ from skipless.theory.shapes import AttentionShape
 
 logger = logging.getLogger("skipless")
 
-Impl = Literal["auto", "reference", "sdpa", "flex"]
+Impl = Literal["auto", "reference", "sdpa", "flex", "triton"]
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """attend computes a checked Request; refusal says in words why it cannot, or None."""
+    """attend computes a checked Request; refusal says in words why it cannot, or None.
+
+    prepare does what all blocks of a network share, for one block's request, and returns the layout for all.
+    """
 
     attend: Callable[[Request], Tensor]
     refusal: Callable[[Request], str | None]
+    prepare: Callable[[Request], Layout | None] = lambda request: request.layout
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(reference.attend, reference.refusal),
     "sdpa": Implementation(sdpa.attend, sdpa.refusal),
-    "flex": Implementation(flex.attend, flex.refusal),
+    "flex": Implementation(flex.attend, flex.refusal, flex.prepare),
+    "triton": Implementation(triton.attend, triton.refusal, triton.prepare),
 }
 
 # "auto" on a CPU: up to this many keys a dense bias (64 MB in float32) is quicker than compiling a kernel.
@@ -64,8 +69,8 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
     bias_gain: g, one number or one per head; it may require a gradient. D does not follow it.
     score_bias: a dense term that broadcasts to (batch, heads, T_q, T_k), for positions encoded in the scores.
     impl: "reference" (dense, the definition), "sdpa" (torch's fused kernel with a dense bias), "flex" (FlexAttention,
-        no T×T tensor), or "auto", which logs its choice and reason under "skipless". An explicit impl that cannot run
-        raises RuntimeError.
+        no T×T tensor), "triton" (kernels of our own, no T×T tensor), or "auto", which logs its choice and reason under
+        "skipless". An explicit impl that cannot run raises RuntimeError.
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
@@ -87,22 +92,30 @@ def _implementation(impl: str, request: Request) -> Implementation:
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; use 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
     if why := IMPLEMENTATIONS[impl].refusal(request):
-        able = [name for name, other in IMPLEMENTATIONS.items() if other.refusal(request) is None]
-        raise RuntimeError(f"impl={impl!r} cannot run this: {why}; use impl={able[-1]!r}")
+        raise RuntimeError(f"impl={impl!r} cannot run this: {why}; use impl={choose(request)[0]!r}")
     return IMPLEMENTATIONS[impl]
+
+
+def prepare(request: Request, impl: str) -> Layout | None:
+    """Do once what every block of a network would do for this request, outside what is compiled; the layout to use."""
+    name = choose(request)[0] if impl == "auto" else impl
+    return IMPLEMENTATIONS[name].prepare(request) if name in IMPLEMENTATIONS else request.layout
 
 
 def choose(request: Request) -> tuple[str, str]:
     """What impl="auto" runs, and why."""
     queries, keys = request.q.shape[2], request.k.shape[2]
+    if request.q.is_cuda and queries > _DECODING_QUERIES and not sdpa.needs_no_bias(request):
+        if (why := triton.refusal(request)) is None:
+            return "triton", "on a GPU the fused kernels are the fastest, and make no T×T tensor"
+        if flex.refusal(request) is None:
+            return "flex", f"triton cannot: {why}"
     if (why := flex.refusal(request)) is not None:
         return "sdpa", f"flex cannot: {why}"
     if sdpa.needs_no_bias(request):
         return "sdpa", "plain attention needs no bias, so torch's own kernels run it as they are"
     if request.q.is_cuda:
-        if queries <= _DECODING_QUERIES:
-            return "sdpa", f"at most {_DECODING_QUERIES} queries (decoding): a dense bias is small"
-        return "flex", "no T×T tensor on a GPU"
+        return "sdpa", f"at most {_DECODING_QUERIES} queries (decoding): a dense bias is small"
     if keys <= _DENSE_KEYS:
         return "sdpa", f"on a CPU a dense bias of at most {_DENSE_KEYS} keys is quicker than compiling"
     return "flex", f"no T×T tensor for more than {_DENSE_KEYS} keys"

@@ -35,14 +35,18 @@ def attend(request: Request) -> Tensor:
     return (values.to(request.compute_dtype) * row_scale).to(q.dtype)
 
 
-def prepare(layout: Layout, batch: int, causal: bool = True) -> None:
-    """Build the layout's block mask now, for all blocks to find.
+def prepare(request: Request) -> Layout | None:
+    """Build the block mask now, for all blocks to find in the layout that is returned.
 
-    A model whose blocks are compiled calls this before them, with Layout.continuing where it has no other: inside a
-    compiled block the mask would be built again by every block, which takes longer than attention to 512 locations.
+    Inside a compiled block the mask would be built again by every block, which takes longer than attention to 512
+    locations.
     """
-    if causal or layout.past is None:
-        blocks.block_mask(layout.for_rows(batch), causal)
+    layout, causal = request.layout, request.parts.causal
+    if layout is None and causal:
+        layout = request.placed()
+    if layout is not None and (causal or layout.past is None):
+        blocks.block_mask(layout.for_rows(request.q.shape[0]), causal)
+    return layout
 
 
 def refusal(request: Request) -> str | None:

@@ -1,0 +1,134 @@
+"""Times the Triton attention kernels over sizes of tiles, to choose skipless.ops.triton.sizes from.
+
+    python benchmarks/tune_attention.py --widths 64 128 --lengths 512 2048 --out tune.jsonl
+
+Every kernel is compiled in a pool of processes first, checked against the first choice of tiles, and then timed alone,
+by replaying a CUDA graph of it.
+"""
+
+import argparse
+import itertools
+import json
+import multiprocessing
+from pathlib import Path
+
+import torch
+
+from skipless.ops.parts import ShapeParts
+from skipless.ops.triton import op
+from skipless.ops.triton.sizes import Launch
+from skipless.theory.shapes import ExponentialShape, UniformShape
+
+SHAPES = {"e-spa": lambda: ExponentialShape.between(0.05, 0.04, 0.008), "u-spa": lambda: UniformShape(0.7, 0.72)}
+FORWARD = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
+           (64, 128, 4, 2), (64, 64, 4, 2), (128, 32, 4, 4)]  # fmt: skip
+KEY_SIDE = [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+            (32, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 2)]  # fmt: skip
+QUERY_SIDE = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3),
+              (128, 32, 4, 3), (64, 128, 8, 2), (128, 128, 8, 1)]  # fmt: skip
+KERNELS = {"forward": FORWARD, "key_side": KEY_SIDE, "query_side": QUERY_SIDE}
+TOKENS = 8192
+
+
+class Problem:
+    """Tensors of one attention problem and what the kernels fill, on the GPU."""
+
+    def __init__(self, kind: str, width: int, length: int):
+        torch.manual_seed(0)
+        batch, heads = max(TOKENS // length, 1), 8
+        q, k, v, self.dout = (
+            torch.randn(batch, length, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(4)
+        )
+        parts = ShapeParts.of(SHAPES[kind](), length, "cuda")
+        vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
+        self.call = op.Call(q, k, v, vectors, parts.row, [], True)
+        self.out, self.gradients = torch.empty_like(q), tuple(torch.empty_like(t) for t in (q, k, v))
+        self.lse = torch.empty(q.shape[:3], device="cuda")
+        self.delta = torch.empty_like(self.lse)
+        self.run("forward", FORWARD[0])
+        op.run_products(self.call, self.out, self.dout, self.delta)
+
+    def run(self, kernel: str, size: tuple) -> tuple:
+        """Launch one kernel with tiles of this size; what it fills."""
+        launch = Launch(*size)
+        if kernel == "forward":
+            op.run_forward(self.call, self.out, self.lse, launch)
+            return (self.out,)
+        sums, (dq, *others) = (self.lse, self.delta), self.gradients
+        if kernel == "query_side":
+            op.run_query_side(self.call, self.dout, sums, dq, launch)
+            return (dq,)
+        op.run_key_side(self.call, self.dout, sums, tuple(others), launch)
+        return tuple(others)
+
+    def milliseconds(self, kernel: str, size: tuple, repeats: int = 20) -> float:
+        """Of one launch: the median of ten replays of a graph of `repeats`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                self.run(kernel, size)
+        times = []
+        for _ in range(11):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / repeats)
+        return sorted(times[1:])[5]
+
+
+def compile_one(job: tuple) -> None:
+    """Run it once in a process of its own, so that Triton's cache on disk holds it."""
+    kind, width, length, kernel, size = job
+    try:
+        Problem(kind, width, length).run(kernel, size)
+    except Exception as error:
+        print(f"{job}: {type(error).__name__}", flush=True)
+
+
+def measure(job: tuple, problems: dict, wanted: dict) -> dict | None:
+    """One row: the time, and the largest difference from what the first size computed, in units of its norm."""
+    *where, kernel, size = job
+    problem = problems.setdefault(tuple(where), None) or Problem(*where)
+    problems[tuple(where)] = problem
+    try:
+        got = [t.float().clone() for t in problem.run(kernel, size)]
+        first = wanted.setdefault((*where, kernel), got)
+        error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, first, strict=True))
+        milliseconds = problem.milliseconds(kernel, size)
+    except Exception as error:
+        print(f"{job}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+        return None
+    names = ("kind", "width", "length", "kernel", "size")
+    return {**dict(zip(names, job, strict=True)), "ms": round(milliseconds, 4), "error": round(error, 5)}
+
+
+def main() -> None:
+    """Compile, check, time, print the best five of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--kinds", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    sets = itertools.product(arguments.kinds, arguments.widths, arguments.lengths)
+    jobs = [(*where, kernel, size) for where in sets for kernel, choices in KERNELS.items() for size in choices]
+    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
+        pool.map(compile_one, [job for job in jobs if job[2] == arguments.lengths[0]], chunksize=2)
+    problems, wanted, rows = {}, {}, []
+    for job in jobs:
+        if row := measure(job, problems, wanted):
+            rows.append(row)
+            if arguments.out:
+                with arguments.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    for key, group in itertools.groupby(rows, key=lambda r: (r["kernel"], r["width"], r["kind"], r["length"])):
+        best = sorted(group, key=lambda r: r["ms"])[:5]
+        print(*key, [(r["size"], r["ms"], r["error"]) for r in best])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Mean negative log-likelihood of softmax(hidden·weightᵀ), without ever holding all logits in float32."""
+
+import torch
+from torch import Tensor
+
+# Logits at once: 8192 tokens of a vocabulary of 32,000 are one chunk, half a GB in bfloat16.
+_LOGITS_AT_ONCE = 2**28
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, chunk: int | None = None
+) -> Tensor:
+    """−mean log softmax(hidden·weightᵀ + bias)[targets], what F.cross_entropy gives on dense logits.
+
+    hidden (…, width), weight (classes, width), targets (…) of integers, bias (classes,). Logits exist for `chunk` rows
+    of hidden at a time (None: 2^28 logits), in hidden's dtype, or autocast's where it is on. Their gradient takes their
+    place in the forward pass, while they are there; the backward pass only scales. The softmax is in float32 (float64
+    for float64), and so is the sum of the weight's gradient over chunks.
+
+    A target outside 0 … classes−1 makes the loss NaN on a GPU, where checking would wait for the device; elsewhere it
+    is a RuntimeError.
+    """
+    _check(hidden, weight, targets, chunk)
+    kind = hidden.device.type
+    lowered = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
+    dtype = torch.get_autocast_dtype(kind) if lowered else hidden.dtype
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    size = max(1, _LOGITS_AT_ONCE // weight.shape[0]) if chunk is None else chunk
+    chunks = -(-len(rows) // size)
+    arguments = (rows, weight, bias, targets.reshape(-1), -(-len(rows) // chunks))
+    with torch.autocast(kind, enabled=False):
+        tensors = (rows, weight, bias)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return _LinearCrossEntropy.apply(*arguments)
+        return _forward(*arguments, needed=(False, False, False))[0]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+        loss, gradients = _forward(rows, weight, bias, targets, chunk, needed=ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *upstream: Tensor):
+        scaled = (None if each is None else each * upstream[0].to(each.dtype) for each in ctx.saved_tensors)
+        return (*scaled, None, None)
+
+
+def _forward(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, needed: tuple[bool, ...]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss, and the gradients of rows, weight and bias, None where not needed."""
+    exact = torch.promote_types(rows.dtype, torch.float32)
+    matrix = weight.to(rows.dtype)
+    losses = torch.empty(len(rows), dtype=exact, device=rows.device)
+    slopes = torch.empty_like(rows) if needed[0] else None
+    total = bias_total = None
+    for part, target, loss, slope in zip(
+        *(t.split(chunk) for t in (rows, targets, losses)), _split(slopes, len(rows), chunk), strict=True
+    ):
+        logits = part @ matrix.mT if bias is None else torch.addmm(bias.to(rows.dtype), part, matrix.mT)
+        _each_row(logits, target, loss, len(rows), any(needed))
+        if slope is not None:
+            torch.mm(logits, matrix, out=slope)
+        if needed[1]:
+            total = _add(total, _exact_product(logits.mT, part, exact))
+        if needed[2]:
+            bias_total = _add(bias_total, logits.sum(dim=0, dtype=exact))
+    sums = ((total, weight), (bias_total, bias))
+    return losses.mean(), [slopes, *(t if t is None or like is None else t.to(like.dtype) for t, like in sums)]
+
+
+def _split(tensor: Tensor | None, rows: int, chunk: int) -> list[Tensor] | list[None]:
+    return [None] * -(-rows // chunk) if tensor is None else list(tensor.split(chunk))
+
+
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
+    return part if total is None else total.add_(part)
+
+
+def _exact_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left @ right, summed and returned in `dtype`; only CUDA's product of half-precision matrices returns another."""
+    if left.is_cuda and left.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _each_row(logits: Tensor, targets: Tensor, losses: Tensor, rows: int, write: bool) -> None:
+    """losses ← logsumexp(logits) − logits[target]; with `write`, logits ← the gradient of the mean over `rows` rows."""
+    if logits.is_cuda and logits.dtype != torch.float64:
+        from skipless.ops.cross_entropy_kernel import each_row
+
+        return each_row(logits, targets, losses, rows, write)
+    return plain_each_row(logits, targets, losses, rows, write)
+
+
+def plain_each_row(logits: Tensor, targets: Tensor, losses: Tensor, rows: int, write: bool) -> None:
+    """The definition of one chunk's part, in torch's own operations: the oracle of the kernel."""
+    logs = logits.to(losses.dtype).log_softmax(dim=-1)
+    picked = targets[:, None]
+    torch.neg(logs.gather(1, picked)[:, 0], out=losses)
+    if write:
+        slopes = logs.exp_()
+        slopes.scatter_add_(1, picked, slopes.new_full((), -1.0).expand(picked.shape))
+        logits.copy_(slopes.div_(rows))
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -> None:
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"hidden is shaped {tuple(hidden.shape)} and targets {tuple(targets.shape)}; targets must be shaped "
+            f"{tuple(hidden.shape[:-1])}"
+        )
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"targets are {targets.dtype}; they must be integers, such as int64")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight is shaped {tuple(weight.shape)} and hidden {tuple(hidden.shape)}; weight must be "
+            f"(classes, {hidden.shape[-1]})"
+        )
+    if not targets.numel():
+        raise ValueError(f"hidden is shaped {tuple(hidden.shape)}: the mean needs at least one row")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")

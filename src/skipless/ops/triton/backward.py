@@ -1,0 +1,185 @@
+"""The backward kernels. Nothing is added to by two programs, so the gradients are the same in every run.
+
+With p = D·softmax weights and δ = ⟨dout, out⟩ / D: dv_j = Σ_i p_ij dout_i, ds_ij = p_ij (⟨dout_i, v_j⟩ − δ_i),
+dq_i = scale·Σ_j ds_ij k_j and dk_j = scale·Σ_i ds_ij q_i. D is inside the stored lse, so it costs nothing here.
+"""
+
+import triton
+import triton.language as tl
+
+from skipless.ops.triton import tile
+from skipless.ops.triton.forward import key_span, query_rows
+
+
+@triton.jit
+def row_products(tensors, strides, delta, row_scale, places, q_length, past, count,
+                 LAYOUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """δ of one tile of queries, from out and dout."""
+    number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = number * BLOCK_M
+    index = start + tl.arange(0, BLOCK_M)
+    out, dout = tensors
+    out, dout = tile.head_of(out, strides[0], batch, head), tile.head_of(dout, strides[1], batch, head)
+    out = tile.tokens(out, strides[0][2], start, q_length, BLOCK_M, WIDTH)
+    dout = tile.tokens(dout, strides[1][2], start, q_length, BLOCK_M, WIDTH)
+    i, _ = tile.place(places, batch, index, q_length, past, LAYOUT)
+    size = tl.load(row_scale + tl.minimum(i, count - 1)).to(tl.float32)
+    products = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) / size
+    at = delta + (batch.to(tl.int64) * tl.num_programs(1) + head) * q_length + index
+    tl.store(at, products, mask=index < q_length)
+
+
+@triton.jit
+def fold_queries(
+    state, k, v, columns, tensors, vectors, layout, span, scale,
+    CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take a span of queries into state = (dk, dv) of a tile of keys. Tiles lie with keys down, queries across."""
+    dk, dv = state
+    j, j_document, column = columns
+    q, dout, head, lse, delta, length, past = tensors
+    diagonal, row, count, slope = vectors
+    places, batch = layout
+    for start in tl.range(span[0], span[1], BLOCK_M):
+        index = start + tl.arange(0, BLOCK_M)
+        origin = start + past
+        i, i_document = tile.place(places, batch, index, length, past, LAYOUT)
+        frame = tile.row_frame(i, slope, origin, RELATIVE)
+        i_own = (tile.entries(diagonal, i, count) + frame)[None, :]
+        i_row = tile.entries(row, i, count)[None, :]
+        sums = tl.load(lse + index, mask=index < length, other=float("inf")) + frame
+        products = tl.load(delta + index, mask=index < length, other=0.0)
+        i, i_document = i[None, :], i_document[None, :]
+        terms = column
+        if RELATIVE:
+            terms = column + slope * (j - origin).to(tl.float32)
+        seen = tile.visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
+        queries = tile.stream(q, batch, head, start, BLOCK_M, WIDTH)
+        scores = tl.dot(k, tl.trans(queries), input_precision=PRECISION) * scale
+        scores = tile.exponent(scores, i, j, terms, i_own, slope, seen, ROW, RELATIVE, EDGE)
+        weights = tl.exp2(scores - sums[None, :])
+        if ROW:
+            weights = weights * tile.factor(i, j, terms, i_row, i_own, EDGE)
+        upstream = tile.stream(dout, batch, head, start, BLOCK_M, WIDTH)
+        dv = tl.dot(weights.to(k.dtype), upstream, dv, input_precision=PRECISION)
+        ds = weights * (tl.dot(v, tl.trans(upstream), input_precision=PRECISION) - products[None, :])
+        dk = tl.dot(ds.to(k.dtype), queries, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def query_span(ranges, batch, number, q_length, k_length, CAUSAL: tl.constexpr, LAYOUT: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr):  # fmt: skip
+    """(first, edge, last): a tile of keys is seen by queries first … last−1, and up to `edge` they need the mask."""
+    first = 0
+    last = q_length
+    edge = q_length
+    if LAYOUT:
+        at = ranges + (batch * tl.cdiv(k_length, RANGE) + number * BLOCK_N // RANGE) * 2
+        first, last = tl.load(at), tl.load(at + 1)
+        edge = last
+    elif CAUSAL:
+        start = number * BLOCK_N - (k_length - q_length)
+        first = tl.maximum(start, 0) // BLOCK_M * BLOCK_M
+        edge = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N, 0), BLOCK_M) * BLOCK_M, q_length)
+    return first, edge, last
+
+
+@triton.jit
+def key_side(
+    k, v, strides, q, dout, sums, gradients, shape, layout, q_length, k_length, count, scale,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
+    RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys, from all query heads that share it. The first tile, the longest, comes first.
+
+    q and dout are tensor descriptors. sums: lse, δ. gradients: dk, dv. strides: of k, v, dk, dv.
+    """
+    number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slopes, column, diagonal, row, _ = shape
+    start = number * BLOCK_N
+    j, document = tile.place(layout[1], batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
+    columns = (j[:, None], document[:, None], tile.entries(column, j, count)[:, None])
+    k = tile.tokens(tile.head_of(k, strides[0], batch, head), strides[0][2], start, k_length, BLOCK_N, WIDTH)
+    v = tile.tokens(tile.head_of(v, strides[1], batch, head), strides[1][2], start, k_length, BLOCK_N, WIDTH)
+    first, edge, last = query_span(
+        layout[3], batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE
+    )
+    state = (tl.zeros((BLOCK_N, WIDTH), tl.float32), tl.zeros((BLOCK_N, WIDTH), tl.float32))
+    for member in range(GROUPS):
+        one = head * GROUPS + member
+        slope = tl.load(slopes + one * SLOPES).to(tl.float32) * tile.LOG2E
+        line = (batch.to(tl.int64) * tl.num_programs(1) * GROUPS + one) * q_length
+        sources = (q, dout, one, sums[0] + line, sums[1] + line, q_length, k_length - q_length)
+        vectors, places = (diagonal, row, count, slope), (layout[0], batch)
+        state = fold_queries(state, k, v, columns, sources, vectors, places, (first, edge), scale, CAUSAL, ROW, LAYOUT,
+                             RELATIVE, True, WIDTH, BLOCK_M, PRECISION)  # fmt: skip
+        if CAUSAL and not LAYOUT:
+            state = fold_queries(state, k, v, columns, sources, vectors, places, (edge, last), scale, CAUSAL, ROW,
+                                 LAYOUT, RELATIVE, False, WIDTH, BLOCK_M, PRECISION)  # fmt: skip
+    tile.keep(gradients[0], strides[2], batch, head, start, k_length, state[0] * (scale / tile.LOG2E), BLOCK_N, WIDTH)
+    tile.keep(gradients[1], strides[3], batch, head, start, k_length, state[1], BLOCK_N, WIDTH)
+
+
+@triton.jit
+def gather_keys(
+    dq, q, upstream, rows, tensors, vectors, layout, span, scale,
+    CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take a span of keys into dq of a tile of queries. upstream: dout, lse, δ of its rows."""
+    dout, sums, products = upstream
+    i, i_document, row, diagonal, origin = rows
+    k, v, head, length = tensors
+    column, count, slope = vectors
+    places, batch = layout
+    for start in tl.range(span[0], span[1], BLOCK_N):
+        index = start + tl.arange(0, BLOCK_N)
+        j, j_document = tile.place(places, batch, index, length, 0, LAYOUT)
+        j, j_document = j[None, :], j_document[None, :]
+        terms = tile.key_column(column, j, slope, origin, count, RELATIVE)
+        seen = tile.visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
+        keys = tile.stream(k, batch, head, start, BLOCK_N, WIDTH)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tile.exponent(scores, i, j, terms, diagonal, slope, seen, ROW, RELATIVE, EDGE)
+        weights = tl.exp2(scores - sums)
+        if ROW:
+            weights = weights * tile.factor(i, j, terms, row, diagonal, EDGE)
+        values = tile.stream(v, batch, head, start, BLOCK_N, WIDTH)
+        ds = weights * (tl.dot(dout, tl.trans(values), input_precision=PRECISION) - products)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def query_side(
+    q, dout, dq, strides, k, v, sums, shape, layout, q_length, k_length, count, scale,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
+    RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries, the last tile first. k and v are tensor descriptors; strides: of q, dout, dq."""
+    number, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slope, index, i, rows = query_rows(
+        shape, layout, number, head, batch, q_length, k_length, count, SLOPES, LAYOUT, RELATIVE, BLOCK_M
+    )
+    start = number * BLOCK_M
+    q = tile.tokens(tile.head_of(q, strides[0], batch, head), strides[0][2], start, q_length, BLOCK_M, WIDTH)
+    dout = tile.tokens(tile.head_of(dout, strides[1], batch, head), strides[1][2], start, q_length, BLOCK_M, WIDTH)
+    line = (batch.to(tl.int64) * tl.num_programs(1) + head) * q_length
+    inside = index < q_length
+    lse = tl.load(sums[0] + line + index, mask=inside, other=float("inf"))
+    lse += tile.row_frame(i, slope, rows[4], RELATIVE)
+    products = tl.load(sums[1] + line + index, mask=inside, other=0.0)
+    upstream = (dout, lse[:, None], products[:, None])
+    sources, vectors, places = (k, v, head // GROUPS, k_length), (shape[1], count, slope), (layout[1], batch)
+    first, edge, last = key_span(layout[2], batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
+    total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    if CAUSAL and not LAYOUT:
+        total = gather_keys(total, q, upstream, rows, sources, vectors, places, (first, edge), scale, CAUSAL, ROW,
+                            LAYOUT, RELATIVE, False, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
+    total = gather_keys(total, q, upstream, rows, sources, vectors, places, (edge, last), scale, CAUSAL, ROW, LAYOUT,
+                        RELATIVE, True, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
+    tile.keep(dq, strides[2], batch, head, start, q_length, total * (scale / tile.LOG2E), BLOCK_M, WIDTH)

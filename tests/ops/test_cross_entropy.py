@@ -1,0 +1,194 @@
+"""The fused loss against F.cross_entropy on dense logits: values, gradients, precision and memory."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from skipless.ops.cross_entropy import linear_cross_entropy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def problem(rows=(3, 7), width=5, classes=11, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(*rows, width, dtype=torch.float64, generator=generator)
+    weight = torch.randn(classes, width, dtype=torch.float64, generator=generator)
+    bias = torch.randn(classes, dtype=torch.float64, generator=generator)
+    targets = torch.randint(classes, rows, generator=generator)
+    tensors = (t.to(DEVICE, dtype).requires_grad_() for t in (hidden, weight, bias))
+    return (*tensors, targets.to(DEVICE))
+
+
+def dense(hidden, weight, targets, bias=None):
+    return F.cross_entropy(F.linear(hidden, weight, bias).flatten(0, -2).float(), targets.flatten())
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 20, 21, 100])
+@pytest.mark.parametrize("biased", [False, True])
+def test_it_is_cross_entropy_of_dense_logits_with_its_gradients(chunk, biased):
+    hidden, weight, bias, targets = problem()
+    inputs = (hidden, weight, bias) if biased else (hidden, weight)
+    ours = linear_cross_entropy(hidden, weight, targets, bias if biased else None, chunk=chunk)
+    logits = F.linear(hidden, weight, bias if biased else None)
+    theirs = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.tensor(0.37, dtype=torch.float64, device=DEVICE)
+    for a, b in zip(*(torch.autograd.grad(loss, inputs, upstream) for loss in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradcheck():
+    hidden, weight, bias, targets = problem()
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_cross_entropy(h, w, targets, b, chunk=8), (hidden, weight, bias)
+    )
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "all"])
+def test_only_what_is_asked_for_gets_a_gradient(frozen):
+    hidden, weight, _, targets = problem()
+    if frozen in ("hidden", "all"):
+        hidden = hidden.detach()
+    if frozen in ("weight", "all"):
+        weight = weight.detach()
+    loss = linear_cross_entropy(hidden, weight, targets)
+    assert loss.requires_grad == (frozen != "all")
+    if frozen != "all":
+        loss.backward()
+        assert (hidden.grad is None) == (frozen == "hidden")
+        assert (weight.grad is None) == (frozen == "weight")
+
+
+def test_without_gradients_it_is_the_same_loss():
+    hidden, weight, _, targets = problem()
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, targets)
+    assert not loss.requires_grad
+    assert loss == linear_cross_entropy(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_at_most_twice_as_far_from_the_truth_as_dense_logits(autocast):
+    """512 rows of 1000 classes, in four chunks; under autocast weights and hidden are float32 outside."""
+    truth = problem((512,), 64, 1000)
+    exact = linear_cross_entropy(truth[0], truth[1], truth[3])
+    exact_gradients = torch.autograd.grad(exact, truth[:2])
+    dtype = torch.float32 if autocast else torch.bfloat16
+    hidden, weight, _, targets = problem((512,), 64, 1000, dtype)
+    errors = []
+    for loss_of in (lambda h, w: linear_cross_entropy(h, w, targets, chunk=128), lambda h, w: dense(h, w, targets)):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            loss = loss_of(hidden, weight)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+        assert [g.dtype for g in gradients] == [dtype, dtype]
+        found = [(loss - exact).abs(), *((a - b).norm() for a, b in zip(gradients, exact_gradients, strict=True))]
+        errors.append([e.item() for e in found])
+    assert all(ours <= 2 * theirs + 1e-9 for ours, theirs in zip(*errors, strict=True)), errors
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight, _, targets = problem(dtype=torch.float32)
+    loss = linear_cross_entropy(hidden * 1e4, weight, targets)
+    torch.testing.assert_close(loss, dense(hidden * 1e4, weight, targets))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda h, w, t: (h, w, t[:1]), r"targets \(1, 7\); targets must be shaped \(3, 7\)"),
+        (lambda h, w, t: (h, w, t.double()), "targets are torch.float64; they must be integers"),
+        (lambda h, w, t: (h, w[:, :3], t), r"weight is shaped \(11, 3\).*must be \(classes, 5\)"),
+        (lambda h, w, t: (h[:0], w, t[:0]), "at least one row"),
+    ],
+)
+def test_mistakes_are_named(change, words):
+    hidden, weight, _, targets = problem()
+    with pytest.raises(ValueError, match=words):
+        linear_cross_entropy(*change(hidden, weight, targets))
+    with pytest.raises(ValueError, match="chunk is 0"):
+        linear_cross_entropy(hidden, weight, targets, chunk=0)
+
+
+def test_a_target_that_is_no_class_is_not_swallowed():
+    """An error on a CPU; on a GPU, where looking would wait, NaN."""
+    hidden, weight, _, targets = problem(dtype=torch.float32)
+    targets[1, 2] = 11
+    if DEVICE == "cpu":
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            linear_cross_entropy(hidden, weight, targets)
+        return
+    loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad[1, 2].isnan().all()
+    assert hidden.grad[0].isfinite().all()
+
+
+KERNEL = """
+import torch
+from skipless.ops.cross_entropy import plain_each_row
+from skipless.ops.cross_entropy_kernel import each_row
+for dtype in (torch.float32, torch.bfloat16):
+    for columns in (1, 2, 63, 1000, 5000):
+        logits = (3 * torch.randn(6, columns)).to(dtype)
+        targets = torch.randint(columns, (6,))
+        for write in (False, True):
+            ours, theirs = logits.clone(), logits.clone()
+            losses = torch.empty(2, 6)
+            each_row(ours, targets, losses[0], 6, write)
+            plain_each_row(theirs, targets, losses[1], 6, write)
+            torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(ours, theirs)
+            assert write or torch.equal(ours, logits)
+wrong = torch.tensor([0, -1, 5000, 3, 4, 5])
+losses = torch.empty(6)
+each_row(logits, wrong, losses, 6, True)
+assert losses.isnan().tolist() == [False, True, True, False, False, False]
+assert logits.isnan().any(1).tolist() == [False, True, True, False, False, False]
+"""
+
+
+def test_the_kernel_is_its_plain_form_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+def test_memory_is_a_chunk_of_logits_and_no_more():
+    """16,384 rows of 32,000 classes: dense float32 logits would be 2.1 GB; the chunk here is 66 MB of bfloat16."""
+    hidden = torch.randn(16_384, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32_000, 256, device="cuda", requires_grad=True)
+    targets = torch.randint(32_000, (16_384,), device="cuda")
+    linear_cross_entropy(hidden, weight, targets, chunk=1024).backward()
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, targets, chunk=1024).backward()
+    assert torch.cuda.max_memory_allocated() - before < 3e8
+
+
+@pytest.mark.gpu
+def test_it_can_be_captured_in_a_graph():
+    hidden = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(100, 32, device="cuda", requires_grad=True)
+    targets = torch.randint(100, (64,), device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        eager = linear_cross_entropy(hidden, weight, targets, chunk=16)
+        expected = torch.autograd.grad(eager, (hidden, weight))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = linear_cross_entropy(hidden, weight, targets, chunk=16)
+        gradients = torch.autograd.grad(loss, (hidden, weight))
+    graph.replay()
+    assert torch.equal(loss, eager)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))

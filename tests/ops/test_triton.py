@@ -1,0 +1,101 @@
+"""The Triton kernels where a dense reference cannot follow: a million tokens, compiled blocks, repeated runs, memory."""
+
+import pytest
+import torch
+
+from skipless.ops import Layout, ShapeParts, shaped_attention, triton
+from skipless.ops.scan import initial_attention
+from skipless.theory.shapes import AlibiShape, ExponentialShape, UniformShape
+from skipless.theory.tables import DenseShape
+
+pytestmark = pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+SHAPES = {"exponential": ExponentialShape.between(0.05, 0.04, 0.008), "uniform": UniformShape(0.7, 0.72)}
+
+
+def tensors(length: int, heads: int = 2, width: int = 64, dtype=torch.bfloat16) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(length)
+    made = [torch.randn(1, length, heads, width, device="cuda", generator=generator) for _ in range(4)]
+    return [t.to(dtype).transpose(1, 2) for t in made]
+
+
+def test_what_the_kernels_refuse():
+    q = torch.randn(1, 2, 8, 16)
+    spa = ExponentialShape.between(0.5, 0.4)
+    for words, value, shape, options in [
+        ("bias_gain", q, spa, {"bias_gain": 1.0}),
+        ("score_bias", q, spa, {"score_bias": torch.zeros(8, 8)}),
+        ("float64", q.double(), spa, {}),
+        ("head_width is 24, .*16, 32, 64", torch.randn(1, 2, 8, 24), spa, {}),
+        ("dense table", q, DenseShape(torch.eye(8).numpy()), {}),
+    ]:
+        with pytest.raises(RuntimeError, match=f"impl='triton' cannot run this: .*{words}"):
+            shaped_attention(value, value, value, shape, impl="triton", **options)
+
+
+def test_tensors_that_do_not_lie_in_rows_are_copied():
+    q = torch.randn(1, 2, 16, 70).mT.to(torch.float16)  # features are not side by side
+    k = torch.randn(1, 1, 70, 17).to(torch.float16)[..., 1:]  # rows do not start at multiples of 16 bytes
+    v = torch.randn(1, 1, 1, 16).to(torch.float16).expand(1, 1, 70, 16)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (t.to(device) for t in (q, k, v))
+    got, want = (shaped_attention(q, k, v, AlibiShape(2), impl=impl) for impl in ("triton", "reference"))
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("length", [100_000, 2**20])
+def test_a_million_tokens_at_the_start_of_training(kind, length):
+    _, k, v, dout = tensors(length, heads=1)
+    v, exact = v.requires_grad_(), v.detach().double().requires_grad_()
+    got = shaped_attention(torch.zeros_like(k), k, v, SHAPES[kind], impl="triton")
+    want = initial_attention(SHAPES[kind], exact)
+    (dv,), (true,) = torch.autograd.grad(got, v, dout), torch.autograd.grad(want, exact, dout.double())
+    rounding = 2.0**-8
+    for ours, theirs in ((got, want), (dv, true)):
+        assert (ours.double() - theirs).norm() <= rounding * theirs.norm()
+        assert (ours.double() - theirs)[:, :, -1000:].norm() <= rounding * theirs[:, :, -1000:].norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", SHAPES)
+def test_gradients_are_the_same_in_every_run(kind):
+    q, k, v, dout = tensors(3000, heads=4)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    runs = [
+        torch.autograd.grad(shaped_attention(*inputs, SHAPES[kind], impl="triton"), inputs, dout) for _ in range(2)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+def test_inside_a_compiled_function(packed, width):
+    q, k, v, dout = tensors(512, heads=4, width=width)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    parts = ShapeParts.of(SHAPES["exponential"], 512, "cuda")
+    ids = torch.arange(512, device="cuda")[None] // 200
+    layout = Layout.packed(ids) if packed else None
+
+    def attend(q, k, v):
+        return shaped_attention(q * 2, k, v, parts, impl="triton", layout=layout) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=False)
+    pairs = [(f(*inputs), f) for f in (attend, compiled)]
+    results = [(out, *torch.autograd.grad(out, inputs, dout)) for out, _ in pairs]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+def test_memory_grows_with_length_and_not_its_square():
+    q, k, v, dout = tensors(32768)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    parts = ShapeParts.of(SHAPES["exponential"], 32768, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = shaped_attention(*inputs, parts, impl="triton")
+    torch.autograd.grad(out, inputs, dout)
+    extra = torch.cuda.max_memory_allocated() - before - 4 * out.numel() * out.element_size()
+    assert extra <= 4 * 32768 * 2 * 4  # lse and δ, with room for the allocator's rounding
