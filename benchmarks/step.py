@@ -1,100 +1,101 @@
-"""Milliseconds per training step of skip-free models beside Pre-LN, in one run on one GPU.
+"""Milliseconds per training step of skip-free networks beside Pre-LN and Hugging Face's, in one run on one GPU.
 
-    python benchmarks/step.py --width 512 --steps 30
+    python benchmarks/step.py --shapes narrow --out results/step.jsonl
+    python benchmarks/step.py --shapes wikitext103 --arms e-spa pre-ln --profile
+    python benchmarks/step.py --device cpu --shapes tiny --steps 2                  (only that it runs)
 
-Each arm first shows that its compiled blocks compute what the eager ones do; then come 16 × 512 tokens in bfloat16,
-fused Adam.
+Every arm trains as the trainer does: compiled, bfloat16, fused Adam, clipping; random tokens. "eager" launches each
+kernel from the host, "graph" replays the whole step from one CUDA graph. First compiled code is compared with eager
+code and the graph's losses with eager ones: where they differ, the arm gets no speed. Rows are written as they come,
+and --budget-seconds ends cleanly between two arms. MFU is of 989 TFLOP/s. Hugging Face's networks get torch's causal
+attention, which their own "sdpa" ("-masked") does not use when compiled.
 """
 
 import argparse
-import json
-import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+from step_arms import OURS, SHAPES, THEIRS, Run, Shape, compiled, network
+from step_timing import MODES, Budget, Results, check, measure, profile, release, surroundings
 
-from skipless.model.presets import preset
-from skipless.model.transformer import Transformer
-
-ARMS = ("wikitext103/pre-ln", "wikitext103/e-spa", "wikitext103/u-spa", "wikitext103/v-skipinit")
-
-
-def build(name: str, width: int, depth: int) -> Transformer:
-    """The preset's network on the GPU."""
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        return Transformer(preset(name, width=width, depth=depth))
+COLUMNS = ("shape", "arm", "mode", "ms", "tflops", "mfu", "vs_pre_ln", "vs_hf", "memory_gb")
 
 
-def loss_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
-    """Next-token loss under autocast."""
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        logits = model(tokens[:, :-1])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--arms", nargs="+", choices=(*OURS, *THEIRS), default=(*OURS, *THEIRS[:2]))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=("wikitext103", "c4", "narrow"))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="on a CPU only eager")
+    parser.add_argument("--steps", type=int, default=20, help="per round, of which the median of three counts")
+    parser.add_argument("--impl", default="auto", help="attention of this library's networks")
+    parser.add_argument("--optimizer", default="adam", choices=("adam", "muon"), help="muon: this library's arms only")
+    parser.add_argument("--hf-compile", default="whole", choices=("whole", "layers"))
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step of every arm instead")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"))
+    parser.add_argument("--out", type=Path, help="a JSONL file to append to")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    return parser.parse_args()
 
 
-def check(name: str, width: int) -> float:
-    """Largest difference between eager and compiled logits of a shallow copy, in bfloat16."""
-    model = build(name, width, 6)
-    tokens = torch.randint(0, 32_000, (2, 513), device="cuda")
-    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
-        for parameter in model.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-        eager = model(tokens[:, :-1])
-        compiled = model.compile_blocks()(tokens[:, :-1])
-    return float((eager - compiled).abs().max() / eager.abs().max())
+def run_arm(arm: str, shape: Shape, run: Run, options: argparse.Namespace) -> Iterator[dict]:
+    """The rows of one arm, or the kernels of its step printed."""
+    error = check(arm, shape, run)
+    model = compiled(network(arm, shape, run), run)
+    if options.profile:
+        print(f"\n{arm}, {shape}\n{profile(model, shape, run)}", flush=True)
+        return
+    modes = tuple(options.modes) if run.device.type == "cuda" else ("eager",)
+    parameters = sum(p.numel() for p in model.parameters())
+    common = {"shape": shape.name, "arm": arm, "impl": run.impl, "parameters": parameters, "compiled_vs_eager": error}
+    for mode, values in measure(model, shape, run, modes, options.steps):
+        yield {**common, "mode": mode, **values}
 
 
-def measure(name: str, width: int, depth: int, steps: int) -> dict:
-    """Milliseconds per step after five to warm up, and what follows from them."""
-    model = build(name, width, depth).compile_blocks()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=True)
-    tokens = torch.randint(0, 32_000, (16, 513), device="cuda")
+def with_ratios(rows: list[dict]) -> list[dict]:
+    """Every row with its time over Pre-LN's and over the quickest of Hugging Face's, in the same mode and shape."""
+    references = {"vs_pre_ln": ("pre-ln",), "vs_hf": THEIRS}
+    done = []
+    for row in rows:
+        alike = [other for other in rows if (other["shape"], other["mode"]) == (row["shape"], row["mode"])]
+        times = {name: [o["ms"] for o in alike if o["arm"] in arms] for name, arms in references.items()}
+        done.append({**row, **{name: row["ms"] / min(known) for name, known in times.items() if known}})
+    return done
 
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        loss_of(model, tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
 
-    began = time.perf_counter()
-    for _ in range(5):
-        step()
-    torch.cuda.synchronize()
-    compiled = time.perf_counter() - began
-    began = time.perf_counter()
-    for _ in range(steps):
-        step()
-    torch.cuda.synchronize()
-    milliseconds = 1e3 * (time.perf_counter() - began) / steps
-    flops = 6 * 16 * 512 * model.config.matrix_parameters + 12 * depth * width * 512 * 16 * 512 / 2
-    return {
-        "arm": name,
-        "ms": round(milliseconds, 2),
-        "tflops": round(flops / milliseconds / 1e9, 1),
-        "compile_s": round(compiled, 1),
-        "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
-    }
+def table(rows: list[dict]) -> str:
+    """The columns that matter, aligned."""
+
+    def cell(value: object) -> str:
+        return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+    cells = [COLUMNS, *([cell(row.get(name)) for name in COLUMNS] for row in rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(COLUMNS))]
+    return "\n".join("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in cells)
 
 
 def main() -> None:
-    """Check, measure, print a line per arm."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=36)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--arms", nargs="*", default=ARMS)
-    arguments = parser.parse_args()
-    print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, **vars(arguments)}))
-    for name in arguments.arms:
-        error = check(name, arguments.width)
-        if error > 0.05:
-            raise SystemExit(
-                f"{name}: compiled and eager logits differ by {error:.3g} of their range; no speed is printed"
-            )
-        torch._dynamo.reset()
-        torch.cuda.reset_peak_memory_stats()
-        row = measure(name, arguments.width, arguments.depth, arguments.steps)
-        print(json.dumps({**row, "compiled_vs_eager": round(error, 5)}), flush=True)
+    """Check, measure, print a row per arm and mode as it comes, and the table at the end."""
+    options = arguments()
+    run, budget, results = Run.of(options), Budget(options.budget_seconds), Results(options.out)
+    results.note(surroundings(options))
+    for shape in (SHAPES[name] for name in options.shapes):
+        for arm in options.arms:
+            if budget.over():
+                print(f"the budget is spent; {shape.name}/{arm} and what follows is not measured")
+                print(table(with_ratios(results.rows)))
+                return
+            try:
+                for row in run_arm(arm, shape, run, options):
+                    results.add(row)
+            except (RuntimeError, ValueError, ImportError) as error:
+                results.note({"shape": shape.name, "arm": arm, "failed": str(error)})
+            release()
+    if results.rows:
+        print(table(with_ratios(results.rows)))
 
 
 if __name__ == "__main__":

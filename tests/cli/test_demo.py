@@ -16,6 +16,7 @@ from skipless.cli import demo_run, main
 from skipless.data.prepare import Preparation
 from skipless.data.training import Bytes
 from skipless.recipes.demo import DEMO, Size
+from skipless.train import step
 from skipless.train.metrics import read_metrics
 
 TINY = Size(depth=6, width=16, heads=2, length=16, batch_size=2, eval_tokens=64)
@@ -103,7 +104,7 @@ def test_end_to_end_and_again(demo, monkeypatch) -> None:
 
 def test_an_interruption_resumes_to_the_same_numbers(demo, monkeypatch) -> None:
     demo("--steps", "6", "--out", "whole")
-    inner = torch.nn.functional.cross_entropy
+    inner = step.cross_entropy
     calls: list[int] = []
 
     def interrupted(*args, **kwargs):
@@ -112,7 +113,7 @@ def test_an_interruption_resumes_to_the_same_numbers(demo, monkeypatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return inner(*args, **kwargs)
 
-    monkeypatch.setattr("skipless.train.step.F.cross_entropy", interrupted)
+    monkeypatch.setattr(step, "cross_entropy", interrupted)
     _, err = demo("--steps", "6", code=130)
     assert err.splitlines()[-1].endswith(
         "stopped while training standard attention; the same command goes on from there"

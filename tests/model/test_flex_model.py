@@ -9,7 +9,10 @@ from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

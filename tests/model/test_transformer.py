@@ -168,6 +168,25 @@ def test_encoders_see_both_sides_and_have_heads(scheme, head, shape):
         assert (model.hidden(tokens)[:, 0] - model.hidden(changed)[:, 0]).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("head", ["lm", "token", "pooled"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_with_targets_it_is_the_cross_entropy_of_its_logits(head, packed):
+    config = ModelConfig(
+        vocab_size=30, width=32, depth=2, heads=4, scheme=StandardAttention(), causal=head == "lm", head=head,
+        classes=5 * (head != "lm"), activation="gelu",
+    )  # fmt: skip
+    model, tokens = build(config), torch.randint(0, 30, (2, 9))
+    layout = Layout.packed(torch.tensor([[0] * 4 + [1] * 5] * 2)) if packed else None
+    logits = model(tokens, layout=layout)
+    targets = torch.randint(0, logits.shape[-1], logits.shape[:-1])
+    dense = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    fused = model(tokens, targets=targets, layout=layout)
+    torch.testing.assert_close(fused, dense)
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in (fused, dense)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_pooled_head_ignores_padding():
     config = ModelConfig(
         vocab_size=30, width=32, depth=2, heads=4, scheme=StandardAttention(), causal=False, head="pooled", classes=5,

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from skipless.ops import Layout, ShapeParts, attention, blocks, flex, shaped_attention
+from skipless.ops.request import Request
 from skipless.theory.schemes import ExponentialSPA
 from skipless.theory.shapes import ExponentialShape, PlainShape, UniformShape
 
@@ -139,11 +140,14 @@ def test_inside_a_compiled_function(impl, packed):
 def test_a_prepared_mask_is_found_by_compiled_blocks(packed, monkeypatch):
     """The graph of a compiled block holds no mask building, and all blocks share it. Traced only, on a CPU."""
     monkeypatch.setattr(flex, "refusal", lambda request: None)
-    monkeypatch.setitem(attention.IMPLEMENTATIONS, "flex", attention.Implementation(flex.attend, lambda request: None))
+    monkeypatch.setitem(
+        attention.IMPLEMENTATIONS, "flex", attention.Implementation(flex.attend, lambda request: None, flex.prepare)
+    )
     q, k, v = tensors(2, 2, 300, 16)
     layout = Layout.packed(torch.arange(600, device=DEVICE).reshape(2, 300) // 50)
-    layout = layout if packed else Layout.continuing(0, 300, DEVICE)
-    flex.prepare(layout, 2)
+    parts = ShapeParts.of(ExponentialSPA(0.05, 0.008).shapes(4)[0], 300, DEVICE)
+    layout = attention.prepare(Request(q, k, v, parts, layout if packed else None), "flex")
+    assert layout is not None
     graphs = []
 
     def keep(graph, inputs):

@@ -1,4 +1,4 @@
-"""The Triton kernels where a dense reference cannot follow: a million tokens, compiled blocks, repeated runs, memory."""
+"""The Triton kernels where a dense reference cannot follow: a million tokens, compiled code, repeated runs, memory."""
 
 import pytest
 import torch
@@ -8,7 +8,12 @@ from skipless.ops.scan import initial_attention
 from skipless.theory.shapes import AlibiShape, ExponentialShape, UniformShape
 from skipless.theory.tables import DenseShape
 
-pytestmark = pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed"),
+    # torch's own, on the way to inductor
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 SHAPES = {"exponential": ExponentialShape.between(0.05, 0.04, 0.008), "uniform": UniformShape(0.7, 0.72)}
 
 
@@ -62,9 +67,7 @@ def test_a_million_tokens_at_the_start_of_training(kind, length):
 def test_gradients_are_the_same_in_every_run(kind):
     q, k, v, dout = tensors(3000, heads=4)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    runs = [
-        torch.autograd.grad(shaped_attention(*inputs, SHAPES[kind], impl="triton"), inputs, dout) for _ in range(2)
-    ]
+    runs = [torch.autograd.grad(shaped_attention(*inputs, SHAPES[kind], impl="triton"), inputs, dout) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 

@@ -87,7 +87,7 @@ def write_whole(path: Path, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             aside.replace(path)
-        except OSError:
+        except BaseException:  # Ctrl-C too
             aside.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)

@@ -24,7 +24,9 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Activation(nn.Module):
     """φ̂(x) = γ(φ(αx+β)+δ). Constants that do nothing are left out, so an untransformed φ costs what φ costs.
 
-    Elementwise with constant scalars: torch.compile fuses it with its neighbours.
+    Elementwise with constant scalars: torch.compile fuses it with its neighbours. Half precision is widened inside,
+    since a nearly linear φ̂ is a small difference enlarged: rounding each step of it would add a fifth to the error of
+    36 blocks.
     """
 
     def __init__(self, spec: ShapedActivation):
@@ -32,7 +34,8 @@ class Activation(nn.Module):
         self.spec = spec
 
     def forward(self, x: Tensor) -> Tensor:
-        spec = self.spec
+        spec, dtype = self.spec, x.dtype
+        x = x.to(torch.promote_types(dtype, torch.float32))
         if spec.input_scale != 1.0:
             x = x * spec.input_scale
         if spec.input_shift != 0.0:
@@ -40,7 +43,7 @@ class Activation(nn.Module):
         x = F.leaky_relu(x, spec.negative_slope) if spec.base == "leaky_relu" else _FUNCTIONS[spec.base](x)
         if spec.output_shift != 0.0:
             x = x + spec.output_shift
-        return x * spec.output_scale if spec.output_scale != 1.0 else x
+        return (x * spec.output_scale if spec.output_scale != 1.0 else x).to(dtype)
 
     def extra_repr(self) -> str:
         return repr(self.spec)

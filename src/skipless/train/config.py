@@ -29,7 +29,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The schedule of a run. Defaults are App. H's for WikiText-103."""
+    """The schedule of a run. Defaults are App. H's for WikiText-103.
+
+    cuda_graph: the whole step as one CUDA graph; "auto" where it can be, with a word where not, "on" or an error.
+    """
 
     steps: int = 100_000
     batch_size: int = 16
@@ -39,6 +42,7 @@ class TrainConfig:
     seed: int = 0
     precision: Literal["bf16", "fp32"] = "bf16"
     compile: bool = True
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
     impl: str = "auto"
     recompute: bool = False
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"

@@ -6,6 +6,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -14,7 +15,9 @@ from skipless.train.checkpoint import save_weights
 from skipless.train.config import Experiment
 from skipless.train.distributed import join_world, plain
 from skipless.train.divergence import Diverged, GradientWatch, check_finite, diagonal_warning
+from skipless.train.ending import Ending, TimeUp
 from skipless.train.evaluate import EvalResult, evaluate_loss
+from skipless.train.graph import GraphedStep
 from skipless.train.interrupt import StopRequest
 from skipless.train.log import Board, Line
 from skipless.train.optim import warmup_cosine
@@ -29,12 +32,16 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: the smoothed training loss, the last validation, and where the weights are."""
+    """How a run ended: the smoothed training loss, the last validation, where the weights are (None: not kept).
+
+    step_seconds is the median pace of this call's logged intervals.
+    """
 
     steps: int
     train_loss: float
     valid: EvalResult | None
-    weights: Path
+    weights: Path | None
+    step_seconds: float = float("nan")
 
 
 def train(
@@ -45,13 +52,15 @@ def train(
     device: str | None = None,
     tensorboard: bool = False,
     quiet: bool = False,
+    ending: Ending | None = None,
 ) -> Result:
     """Train to the end, writing everything to `folder`. With resume=True go on where an earlier call stopped.
 
-    data.folder must be prepared (see skipless.data.prepare). Ctrl-C saves a checkpoint first.
+    data.folder must be prepared (see skipless.data.prepare). Ctrl-C saves a checkpoint first. ending may set a time.
     """
     with join_world(device) as world, RunFolder.open(folder, experiment, resume=resume) as run:
         session = open_session(experiment, world, run, quiet=quiet or not world.main)
+        session.ending = ending or session.ending
         if tensorboard and world.main:
             session.board = Board(run.path / "tensorboard")
         try:
@@ -76,21 +85,25 @@ def _train_to_end(session: Session) -> None:
         session.model, session.optimizer, config, world, clip=clip, packed=session.experiment.data.packed
     )
     step_once.rate_factor = progress.rate_factor
+    advance = GraphedStep(step_once) if session.graph else step_once
     if progress.step == 0:
         _probe(session)
     watch, pending, began = GradientWatch(), [], time.perf_counter()
     with session.loader.batches(progress.step, world.device) as batches, StopRequest() as stop:
         for step in range(progress.step, config.steps):
-            pending.append(step_once(step, next(batches)))
+            pending.append(advance(step, next(batches)))
             due = (step + 1) % config.log_every == 0 or step + 1 == config.steps or _saves(session, step + 1)
-            if due or stop.asked:
+            stopping = stop.asked or session.ending.due
+            if due or stopping:
                 _flush(session, step, pending, watch, time.perf_counter() - began)
-                pending, began = [], time.perf_counter()
             progress.step = step + 1
             _every(session)
-            if stop.asked and progress.step < config.steps:
+            if due or stopping:
+                pending, began = [], time.perf_counter()
+            if stopping and progress.step < config.steps:
                 session.checkpoint()
-                raise KeyboardInterrupt(f"stopped after step {progress.step}; go on with --resume")
+                words = f"stopped after step {progress.step}; go on with --resume"
+                raise KeyboardInterrupt(words) if stop.asked else TimeUp(words)
 
 
 def _saves(session: Session, step: int) -> bool:
@@ -111,6 +124,7 @@ def _flush(session: Session, step: int, pending: list, watch: GradientWatch, sec
             logger.warning("%s", warning)
     rates = session.experiment.optimizer.rates
     rate = rates["value"] * progress.rate_factor * warmup_cosine(step + 1, config.steps, config.warmup)
+    session.paces.append(seconds / len(pending))
     pace = len(pending) * config.batch_size * config.length / max(seconds, 1e-9)
     line = Line(step + 1, losses[-1], progress.ema or 0.0, rate, norms[-1], pace)
     session.display.show(line)
@@ -127,7 +141,7 @@ def _every(session: Session) -> None:
         progress.valid = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
         session.record({"step": progress.step, **{f"valid_{k}": v for k, v in progress.valid.items()}})
         session.display.say(f"step {progress.step}: validation loss {result.loss:.4f}, ppl {result.perplexity:.2f}")
-    if last or _saves(session, progress.step):
+    if (last and session.ending.weights) or _saves(session, progress.step):
         session.checkpoint()
 
 
@@ -179,18 +193,18 @@ def _after_divergence(session: Session, error: Diverged) -> None:
 
 
 def _finish(session: Session) -> Result:
-    """Write the weights and the tokenizer beside them, and mark the run as finished."""
-    run, progress = session.run, session.progress
-    path = run.path / WEIGHTS
-    save_weights(session.model, path)
-    if session.world.main:
+    """Write the weights, if they are to be kept, and the tokenizer beside them; mark the run as finished."""
+    run, progress, kept = session.run, session.progress, session.ending.weights
+    path = run.path / WEIGHTS if kept else None
+    if path is not None:
+        save_weights(session.model, path)
         tokenizer = Path(session.experiment.data.folder or "") / MODEL_FILE
-        if tokenizer.is_file():
+        if session.world.main and tokenizer.is_file():
             shutil.copyfile(tokenizer, run.path / MODEL_FILE)
     valid = progress.valid
-    run.finish(steps=progress.step, train_loss=progress.ema, valid=valid, weights=str(path.relative_to(run.path)))
+    run.finish(steps=progress.step, train_loss=progress.ema, valid=valid, weights=path and path.name)
     result = EvalResult(valid["loss"], valid["perplexity"], valid["bits_per_byte"], 0, None) if valid else None
-    return Result(progress.step, progress.ema or float("nan"), result, path)
+    return Result(progress.step, progress.ema or float("nan"), result, path, median(session.paces or [float("nan")]))
 
 
 def read_result(folder: str | Path) -> dict:

@@ -13,6 +13,8 @@ from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import load_checkpoint, save_checkpoint
 from skipless.train.config import Experiment, TrainConfig
 from skipless.train.distributed import World, distribute
+from skipless.train.ending import Ending
+from skipless.train.graph import chosen, refusal
 from skipless.train.log import Board, Display
 from skipless.train.optim import build_optimizer
 from skipless.train.run import RunFolder
@@ -37,7 +39,7 @@ class Progress:
 
 @dataclass(eq=False)
 class Session:
-    """One process's part of a run: everything that lives while it trains."""
+    """One process's part of a run: everything that lives while it trains. paces: seconds per step, by interval."""
 
     experiment: Experiment
     world: World
@@ -49,6 +51,9 @@ class Session:
     display: Display
     board: Board | None = None
     progress: Progress = field(default_factory=Progress)
+    graph: bool = False
+    ending: Ending = field(default_factory=Ending)
+    paces: list[float] = field(default_factory=list)
 
     @property
     def config(self) -> TrainConfig:
@@ -79,7 +84,7 @@ class Session:
 
 def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bool) -> Session:
     """The model, its optimiser and its data on this process's device, ready for the first step."""
-    config, data = experiment.train, experiment.data
+    config, data, graph = experiment.train, experiment.data, chosen(experiment, world)
     if data.folder is None:
         raise ValueError(f"data.folder is not set: prepare {data.corpus!r} first, or let `skipless train` do it")
     store = TokenStore(data.folder)
@@ -98,15 +103,18 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
     if config.compile:
         model.compile_blocks()
     wrapped = distribute(model, world, config.strategy, config.precision == "bf16")
-    optimizer = build_optimizer(wrapped, experiment.optimizer)
+    # with or without a graph: rates of one kind, so that both compute the same
+    optimizer = build_optimizer(wrapped, experiment.optimizer, capturable=refusal(experiment, world) is None)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    flops = flops_per_token(experiment.model.matrix_parameters, experiment)
+    flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
     display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
-    return Session(experiment, world, run, loader, _valid_loader(experiment, world), wrapped, optimizer, display)
+    valid = _valid_loader(experiment, world)
+    return Session(experiment, world, run, loader, valid, wrapped, optimizer, display, graph=graph)
 
 
 def _recompute(block: nn.Module, *arguments) -> Tensor:
-    return recompute_backward(block, *arguments, use_reentrant=False)
+    # a network draws no random numbers, and their state cannot be read while a CUDA graph is captured
+    return recompute_backward(block, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,8 +16,7 @@ from skipless.train.optim import clip_gradients, set_rates, warmup_cosine
 def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
     """Mean next-token loss in nats: softmax cross entropy over the vocabulary, in float32. App. H."""
     layout = Layout.packed(batch.documents) if packed and batch.documents is not None else None
-    logits = model(batch.inputs, layout=layout)
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+    return model(batch.inputs, targets=batch.targets, layout=layout)
 
 
 class TrainStep:
@@ -33,9 +31,17 @@ class TrainStep:
 
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Update the parameters by the batch of `step`; rates follow from the step alone."""
-        config = self.config
-        factor = self.rate_factor * warmup_cosine(step + 1, config.steps, config.warmup)
+        self.set_rates(step)
+        return self.update(batch)
+
+    def set_rates(self, step: int) -> None:
+        """The rates of `step`, counted from 0."""
+        factor = self.rate_factor * warmup_cosine(step + 1, self.config.steps, self.config.warmup)
         set_rates(self.optimizer, factor)
+
+    def update(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """One update at the rates that are set: all that a CUDA graph of the step holds."""
+        config = self.config
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.world.device)
         parts = batch.tokens.shape[0] // config.accumulate

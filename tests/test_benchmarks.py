@@ -1,0 +1,67 @@
+"""The benchmarks run: on a CPU they measure nothing of interest, but must not be found broken on a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPTS = ("step", "growth", "decode_fold")
+
+
+def run(name: str, *arguments: object) -> str:
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(name):
+    assert "--device" in run(name, "--help")
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_step_of_every_kind_of_arm(tmp_path):
+    pytest.importorskip("transformers")
+    out = tmp_path / "results" / "step.jsonl"
+    arms = ("e-spa", "pre-ln", "llama")
+    text = run("step", "--device", "cpu", "--shapes", "tiny", "--steps", 1, "--out", out, "--arms", *arms)
+    assert [row.get("arm") for row in rows(out)] == [None, *arms]
+    assert all(row["ms"] > 0 for row in rows(out)[1:])
+    assert text.splitlines()[-4].split()[:4] == ["shape", "arm", "mode", "ms"]
+    assert text.splitlines()[-2].split()[6] == "1.000"  # Pre-LN over itself
+
+
+def test_a_spent_budget_ends_with_what_there_is(tmp_path):
+    out = tmp_path / "step.jsonl"
+    text = run("step", "--device", "cpu", "--shapes", "tiny", "--budget-seconds", -1, "--out", out)
+    assert "the budget is spent; tiny/e-spa" in text
+    assert len(rows(out)) == 1
+
+
+def test_growth_fits_lines_and_draws_them(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ("--depths", 6, 7, 8, "--lengths", 16, 32, "--width", 32, "--tokens", 32, "--steps", 1, "--arms", "e-spa")
+    out, picture = tmp_path / "growth.jsonl", tmp_path / "growth.png"
+    text = run("growth", "--device", "cpu", *sizes, "--out", out, "--plot", picture)
+    assert [(row["grows"], row["to"]) for row in rows(out)[1:]] == [
+        ("depth", 6), ("depth", 7), ("depth", 8), ("length", 16), ("length", 32),
+    ]  # fmt: skip
+    assert "off by at most" in text
+    assert picture.stat().st_size > 1000
+
+
+def test_decoding_compares_logits_before_it_prints_a_speed(tmp_path):
+    sizes = ("--width", 32, "--depth", 6, "--heads", 2, "--vocab", 64, "--past", 4, "--rounds", 2, "--device", "cpu")
+    out = tmp_path / "decode.jsonl"
+    lines = run("decode_fold", *sizes, "--dtype", "bfloat16", "--out", out).splitlines()
+    assert lines[0].startswith("max |Δlogits| of folding in float64")
+    assert lines[1].startswith("max |Δlogits| to float32")
+    assert [line.split()[0] for line in lines[-3:]] == ["unfolded", "folded", "pre-ln"]
+    assert set(rows(out)[0]["ms"]) == {"unfolded", "folded", "pre-ln"}
