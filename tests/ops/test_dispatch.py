@@ -123,11 +123,12 @@ def test_what_auto_chooses(device):
         parts = ShapeParts.of(shape, keys, device)
         return attention.choose(Request(q.requires_grad_(grad), k, v, parts).check())[0]
 
-    assert chosen() == "flex"
+    assert chosen() == ("triton" if device == "cuda" else "flex")
+    assert chosen(width=48) == "flex"
     assert chosen(PlainShape(), dtype=torch.bfloat16) == "sdpa"
-    assert chosen(PlainShape()) == ("flex" if device == "cuda" else "sdpa")
-    assert chosen(grad=True) == ("flex" if device == "cuda" else "sdpa")
-    assert chosen(queries=64, keys=64) == ("flex" if device == "cuda" else "sdpa")
+    assert chosen(PlainShape()) == ("triton" if device == "cuda" else "sdpa")
+    assert chosen(grad=True) == ("triton" if device == "cuda" else "sdpa")
+    assert chosen(queries=64, keys=64) == ("triton" if device == "cuda" else "sdpa")
     assert chosen(queries=1) == ("sdpa" if device == "cuda" else "flex")
     assert chosen(dtype=torch.float64) == "sdpa"
     assert chosen(queries=64, keys=64, width=8) == "sdpa"

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -43,15 +44,27 @@ _HEADS: tuple[tuple[str, str, str], ...] = (
 _RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity")
 
 
+@dataclass(frozen=True)
+class ResultTable:
+    """A table of a reproduction: what it is of, its columns and its cells, as text."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 def render(
-    inspections: Sequence[Inspection], curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, title: str = ""
+    inspections: Sequence[Inspection],
+    curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    title: str = "",
+    results: Sequence[ResultTable] = (),
 ) -> str:
     """The page as text. curves: by run, the records of metrics.jsonl (step, loss, ema, valid_loss, gradient).
 
     ValueError if there is nothing to show.
     """
     curves = curves or {}
-    if not inspections and not curves:
+    if not inspections and not curves and not results:
         raise ValueError("there is nothing to show: give at least one inspection or the records of one run")
     page = files("skipless.analysis") / "page"
     script = "\n".join((page / name).read_text("utf-8") for name in ("charts.js", "kernels.js", "page.js"))
@@ -66,6 +79,8 @@ def render(
         kernels="" if any(inspection.kernels is not None for inspection in inspections) else "hidden",
         curves="" if curves else "hidden",
         runs=_run_table(curves) if curves else "",
+        results="" if results else "hidden",
+        result_tables="\n".join(_result_table(table) for table in results),
         tables="\n".join(_table(inspection, len(inspections) == 1) for inspection in inspections),
         data=page_data(inspections, curves),
         script=script,
@@ -77,11 +92,13 @@ def _default_title(inspections: Sequence[Inspection], curves: Mapping[str, Any])
     run = next(iter(curves)) if len(curves) == 1 else ""
     if len(names) == 1 or (run and all(name.startswith(run) for name in names)):
         return run or names[0]
-    return f"{len(inspections)} networks" if inspections else f"{len(curves)} runs"
+    return f"{len(inspections)} networks" if inspections else f"{len(curves)} runs" if curves else "Results"
 
 
 def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
     """The verdict over all, in one sentence."""
+    if not inspections and not curves:
+        return "What the paper prints, beside what was measured."
     if not inspections:
         return f"Training curves of {len(curves)} run{'s' * (len(curves) > 1)}."
     lost = [inspection for inspection in inspections if inspection.verdict.lost]
@@ -143,6 +160,19 @@ def _run_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         shown = "–" if steps is None else f"{steps:,}".replace(",", "\N{THIN SPACE}")
         rows.append(f'<tr><th scope="row">{escape(name)}</th><td>{shown}</td>{cells}</tr>')
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _result_table(table: ResultTable) -> str:
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.head)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in table.rows
+    )
+    return (
+        f"<details open><summary>{escape(table.title)}</summary>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )
 
 
 def _last(records: Sequence[Mapping[str, Any]], *names: str) -> float | None:

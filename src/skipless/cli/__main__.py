@@ -1,5 +1,6 @@
 """`python -m skipless.cli`: the command line without its script, as torchrun wants it."""
 
-from skipless.cli.app import main
+from skipless.cli import main
 
-main()
+if __name__ == "__main__":  # worker processes import this module too
+    main()

@@ -4,7 +4,8 @@ import sys
 
 import typer
 
-from skipless.cli import demo, evaluate, export, generate, inspect, kernels, prepare, report, train
+from skipless.cli import demo, evaluate, export, generate, inspect, kernels, prepare, report, reproduce, train
+from skipless.cli.stopping import told
 
 app = typer.Typer(
     name="skipless",
@@ -13,15 +14,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.command)
-app.command("kernels")(kernels.command)
-app.command("inspect")(inspect.command)
-app.command("eval")(evaluate.command)
-app.command("generate")(generate.command)
-app.command("prepare")(prepare.command)
-app.command("train")(train.command)
-app.command("export")(export.command)
-app.command("report")(report.command)
+_GOES_ON = "stopped; the same command goes on from there"
+_COMMANDS = {
+    "demo": told(demo.command, _GOES_ON),
+    "kernels": told(kernels.command),
+    "inspect": told(inspect.command),
+    "eval": told(evaluate.command),
+    "generate": told(generate.command),
+    "prepare": told(prepare.command, _GOES_ON),
+    "train": told(train.command, _GOES_ON),
+    "export": told(export.command, "stopped; the folder may be unfinished: run the same command again"),
+    "report": told(report.command),
+    "reproduce": told(reproduce.command, _GOES_ON),
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
 
 
 @app.callback()
@@ -29,13 +36,10 @@ def _root() -> None:
     """Deep transformers without shortcuts."""
 
 
-def main() -> None:
-    """Run the command line. A bad value or file ends with one line and exit code 2; Ctrl-C with 130."""
+def run() -> None:
+    """Run a command. A bad value or file ends with one line and exit code 2."""
     try:
         app()
     except (ValueError, OSError) as error:
         print(f"skipless: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("skipless: interrupted", file=sys.stderr)
-        sys.exit(130)

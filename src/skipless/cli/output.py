@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skipless.data.shards import write_whole
-
-__all__ = ["FIGURE_SUFFIXES", "check_figure", "check_target", "print_table", "write_whole"]
+from skipless.cli import stopping
+from skipless.data import shards
 
 FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 
@@ -29,6 +28,12 @@ def check_target(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(f"{path.parent} cannot be written to; choose another place")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all, and note it for whoever stops the command."""
+    shards.write_whole(path, data)
+    stopping.written.append(path)
 
 
 def print_table(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:

@@ -10,15 +10,17 @@ import typer
 if TYPE_CHECKING:
     from skipless.analysis.inspection import Inspection
 
+MOST_CURVES = 24
 _KINDS = (
-    "a run's folder (with metrics.jsonl), a JSON file of `skipless inspect --json`, or one of `skipless kernels --json`"
+    "a run's folder (with metrics.jsonl), a folder of `skipless reproduce` or an item's .json there, a JSON file of "
+    "`skipless inspect --json`, or one of `skipless kernels --json`"
 )
 
 
 def command(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="Run folders, and JSON files of `skipless inspect` or `kernels`."),
+        typer.Argument(metavar="PATH...", help="Folders of runs and results, JSON files of `inspect` or `kernels`."),
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Its heading. Default: the network's name, or how many there are.")] = "",
@@ -28,13 +30,24 @@ def command(
     \b
     skipless report runs/e-spa runs/pre-ln --out report.html
     skipless kernels fig7 --json fig7.json && skipless report fig7.json
+    skipless report results/baselines-small.json --out baselines.html
     """
     from skipless.analysis.report import render
     from skipless.cli.output import check_target, write_whole
+    from skipless.cli.report_results import is_results, read_results
 
     check_target(out)
-    inspections, curves = gather(paths)
-    page = render(inspections, curves, title).encode()
+    results = [path for path in paths if path.exists() and is_results(path)]
+    inspections, curves = gather(path for path in paths if path not in results)
+    tables = []
+    for path in results:
+        found, more = read_results(path)
+        tables += more
+        if len(found) <= MOST_CURVES:
+            curves |= {_free(name, curves): records for name, records in found.items()}
+        else:
+            print(f"{path}: tables without their {len(found)} curves, too many for a chart; name one item's .json")
+    page = render(inspections, curves, title, tables).encode()
     write_whole(out, page)
     print(f"report: {out} ({len(page) / 1000:.0f} kB, {len(inspections)} networks, {len(curves)} runs)")
 

@@ -13,7 +13,6 @@ from skipless.ops.attention import shaped_attention
 from skipless.ops.layout import Layout
 from skipless.ops.parts import ShapeParts
 from skipless.ops.request import Request
-from skipless.ops.request import Request
 from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape
 from skipless.theory.tables import DenseShape, RescaledShape
 
@@ -148,9 +147,42 @@ class ShapedAttention(nn.Module):
             self._parts = kept = _build_parts(shape, length, device, dtype)
         return kept
 
+    @torch.no_grad()
+    def change_shape(self, shape: AttentionShape) -> None:
+        """Attend by another shape of the same kind from now on, the weights being what they are.
+
+        The tensors of the old one are overwritten where they lie: kernels and graphs that hold them see the change.
+        """
+        if type(shape) is not type(self.shape) or shape.causal != self.shape.causal:
+            raise ValueError(
+                f"the shape is a {_kind(self.shape)} and {_kind(shape)} would take its place; keep the kind"
+            )
+        self.shape, kept = shape, self._parts
+        if kept is None:
+            return
+        new = _build_parts(shape, kept.reach or _SHORTEST_STORED, kept.device, kept.dtype).tensors()
+        old = kept.tensors()
+        if {n: t.shape for n, t in new.items()} != {n: t.shape for n, t in old.items()}:
+            self._parts = None
+            return
+        for name, tensor in new.items():
+            old[name].copy_(tensor)
+
+    def _linear_parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x times the three matrices; in compiled code as one product, which joining the weights costs nothing there.
+
+        Modules in their place, or hooks on them, are called as they are.
+        """
+        layers = (self.query, self.key, self.value)
+        plain = all(type(layer) is nn.Linear and not layer._forward_hooks for layer in layers)
+        if not (plain and torch.compiler.is_compiling()):
+            return tuple(layer(x) for layer in layers)
+        together = nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
+        return together.split([layer.out_features for layer in layers], dim=-1)
+
     def _projected(self, x: Tensor, placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head; the first two are rotated."""
-        q, k, v = self._split(self.query(x)), self._split(self.key(x)), self._split(self.value(x))
+        q, k, v = (self._split(part) for part in self._linear_parts(x))
         if placement.rotation is not None:
             q, k = placement.rotation.rotate(q), placement.rotation.rotate(k)
         return q, k, v
@@ -182,6 +214,10 @@ class ShapedAttention(nn.Module):
             return None
         layout = placement.layout or Layout.continuing(keys.shape[2] - q.shape[2], q.shape[2], q.device)
         return self.relative(q, keys, layout.query_locations, layout.key_locations)
+
+
+def _kind(shape: AttentionShape) -> str:
+    return f"{'causal' if shape.causal else 'non-causal'} {type(shape).__name__}"
 
 
 def _serves(parts: ShapeParts, length: int) -> bool:

@@ -31,6 +31,12 @@ class SubBlock(nn.Module):
         if isinstance(self.residual, nn.Parameter):
             nn.init.constant_(self.residual, self.initial_residual)
 
+    def set_skip(self, skip: Skip) -> None:
+        """Other weights α and β from now on, neither of them trained."""
+        if isinstance(self.residual, nn.Parameter) or skip.trainable:
+            raise ValueError("β is trained here; a skip that is set from outside needs trainable=False")
+        self.shortcut, self.residual, self.initial_residual = skip.shortcut, skip.residual, skip.residual
+
     def forward(self, x: Tensor, *args) -> Tensor:
         branch = self.inner(self.norm(x) if self.placement == "pre" else x, *args)
         if isinstance(self.residual, nn.Parameter) or self.residual != 1.0:

@@ -14,6 +14,14 @@ from skipless.train.config import Experiment
 logger = logging.getLogger("skipless")
 
 
+def prepared(corpus: str, vocab: int, valid: str | None = None, root: str | Path = "data") -> Path:
+    """The folder under `root` of a corpus, by name or path, in so many pieces; up to 257 are bytes. Made if need be."""
+    folder = Path(root) / f"{Path(corpus).name.split('.')[0]}-{'bytes' if vocab <= 257 else vocab}"
+    tokenizer = Bytes() if vocab <= 257 else TrainUnigram(vocab)
+    prepare(Preparation(corpus, tokenizer=tokenizer, valid=valid), folder, progress=Progress())
+    return folder
+
+
 def with_data(experiment: Experiment, root: str | Path = "data") -> Experiment:
     """The experiment with data.folder set: if it was not, the corpus is prepared under `root` (nothing is downloaded).
 
@@ -21,10 +29,7 @@ def with_data(experiment: Experiment, root: str | Path = "data") -> Experiment:
     """
     data = experiment.data
     if data.folder is None:
-        vocab = data.vocab or experiment.model.vocab_size
-        folder = Path(root) / f"{Path(data.corpus).name.split('.')[0]}-{'bytes' if vocab <= 257 else vocab}"
-        tokenizer = Bytes() if vocab <= 257 else TrainUnigram(vocab)
-        prepare(Preparation(data.corpus, tokenizer=tokenizer, valid=data.valid), folder, progress=Progress())
+        folder = prepared(data.corpus, data.vocab or experiment.model.vocab_size, data.valid, root)
         experiment = dataclasses.replace(experiment, data=dataclasses.replace(data, folder=str(folder)))
     measured = read_manifest(Path(experiment.data.folder or "")).splits["train"].repeat_rate
     scheme = experiment.model.scheme

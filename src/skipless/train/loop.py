@@ -95,7 +95,7 @@ def _train_to_end(session: Session) -> None:
             due = (step + 1) % config.log_every == 0 or step + 1 == config.steps or _saves(session, step + 1)
             stopping = stop.asked or session.ending.due
             if due or stopping:
-                _flush(session, step, pending, watch, time.perf_counter() - began)
+                _flush(session, step, pending, watch, began)
             progress.step = step + 1
             _every(session)
             if due or stopping:
@@ -111,10 +111,11 @@ def _saves(session: Session, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _flush(session: Session, step: int, pending: list, watch: GradientWatch, seconds: float) -> None:
+def _flush(session: Session, step: int, pending: list, watch: GradientWatch, began: float) -> None:
     """Bring the interval's losses and norms to the host at once, judge them, and log one line."""
     config, progress = session.config, session.progress
     losses, norms = torch.stack([torch.stack(pair) for pair in pending]).T.tolist()
+    seconds = time.perf_counter() - began  # read here, where the device has done what was asked of it
     first = step + 1 - len(pending)
     check_finite(plain(session.model), first, losses, norms)
     for loss in losses:

@@ -139,12 +139,18 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor) if tensor.stride(3) == 1 else tensor.new_empty(tensor.shape)
 
 
+def _by_token(q: Tensor) -> Tensor:
+    """Empty, with the heads of a token side by side, as the matrix after attention reads them."""
+    batch, heads, length, width = q.shape
+    return q.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
 @custom_op("skipless::shaped_attention", mutates_args=())
 def shaped_attention(
     q: Tensor, k: Tensor, v: Tensor, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool
 ) -> tuple[Tensor, Tensor]:
     """(out, lse − log₂D in exponents of 2)."""
-    out = _like(q)
+    out = _by_token(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     call = Call(aligned(q), aligned(k), aligned(v), vectors, row, places, causal)
     with torch.cuda.device_of(q):
@@ -170,7 +176,7 @@ def shaped_attention_backward(
 
 @shaped_attention.register_fake
 def _(q, k, v, vectors, row, places, causal):
-    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @shaped_attention_backward.register_fake

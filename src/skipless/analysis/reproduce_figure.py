@@ -1,0 +1,140 @@
+"""Pictures of a reproduction: training curves beside the sweep that chose their rates, and kernels during training."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from skipless.analysis.figure_style import (
+    BLUE,
+    COSINE_COLOURS,
+    FAINT,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    VERMILION,
+    Page,
+    styled,
+)
+from skipless.analysis.figures import Heading
+
+_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, "#cc79a7", "#56b4e9", INK)  # Okabe & Ito 2008
+_STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))
+# Inches.
+_LEFT, _TOP, _CURVES, _SWEEP, _GAP, _HEIGHT, _LINE = 0.65, 1.05, 5.0, 3.4, 0.75, 3.6, 0.23
+_PANEL, _BETWEEN = 1.0, 0.12
+
+
+@dataclass(frozen=True, eq=False)
+class ArmCurve:
+    """An arm: its smoothed training loss by step, its final loss as text, and the final loss of every rate tried.
+
+    Diverged rates have an infinite loss and are drawn at the top.
+    """
+
+    label: str
+    steps: Sequence[float]
+    losses: Sequence[float]
+    final: str
+    sweep: Mapping[float, float]
+
+
+@styled
+def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> Figure:
+    """Left: training loss of each arm at its best rate. Right: what every rate reached."""
+    below = _TOP + _HEIGHT + 0.7
+    page = Page(_LEFT + _CURVES + _GAP + _SWEEP + 0.35, below + _LINE * ((len(arms) + 1) // 2) + 0.2)
+    page.heading(0.3, heading.title, heading.subtitle)
+    ends = [arm.losses[-1] for arm in arms]
+    top = max([unigram, *ends]) + 0.4
+    curves, sweep = (
+        page.axes(left, _TOP, width, _HEIGHT) for left, width in ((_LEFT, _CURVES), (_LEFT + _CURVES + _GAP, _SWEEP))
+    )
+    for number, arm in enumerate(arms):
+        look: dict[str, Any] = {
+            "color": _COLOURS[number % len(_COLOURS)],
+            "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
+        }
+        curves.plot(arm.steps, arm.losses, **look)
+        _draw_sweep(sweep, arm.sweep, top - 0.1, look)
+        _key(page, number, below, arm, look)
+    _finish(curves, sweep, unigram, (min([unigram, *ends]) - 0.3, top))
+    _rate_axis(sweep, sorted({rate for arm in arms for rate in arm.sweep}))
+    return page.figure
+
+
+def _draw_sweep(axes: Axes, sweep: Mapping[float, float], ceiling: float, look: dict[str, Any]) -> None:
+    rates = sorted(sweep)
+    finite = [(rate, sweep[rate]) for rate in rates if np.isfinite(sweep[rate])]
+    if finite:
+        axes.plot(*zip(*finite, strict=True), marker="o", markersize=4, linewidth=1.2, **look)
+    lost = [rate for rate in rates if not np.isfinite(sweep[rate])]
+    axes.plot(lost, [ceiling] * len(lost), "x", color=look["color"], markersize=6)
+
+
+def _key(page: Page, number: int, top: float, arm: ArmCurve, look: dict[str, Any]) -> None:
+    """The arm's line, name and final loss, in two columns under the axes."""
+    left, line = _LEFT + (number % 2) * (page.width - _LEFT) / 2, top + _LINE * (number // 2)
+    sample = page.axes(left, line - 0.05, 0.3, 0.1)
+    sample.plot([0, 1], [0.5, 0.5], **look)
+    sample.set_axis_off()
+    page.text(left + 0.38, line, f"{arm.label}: {arm.final}", fontsize=9, va="center")
+
+
+def _rate_axis(axes: Axes, rates: list[float]) -> None:
+    """Powers of ten are named, and between them the grid's 2, 3 and 5 are marked; a narrow sweep names each rate."""
+    if not rates:
+        return
+    low, high = rates[0] / 1.5, rates[-1] * 1.5
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    grid = [digit * 10.0**n for n in decades for digit in (1, 2, 3, 5) if low <= digit * 10.0**n <= high]
+    named = grid if high < 20 * low else [10.0**n for n in decades if low <= 10.0**n <= high]
+    axes.set_xlim(low, high)
+    axes.set_xticks(named, [f"{rate:.0e}".replace("e-0", "e-") for rate in named])
+    axes.set_xticks([rate for rate in grid if rate not in named], minor=True)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _finish(curves: Axes, sweep: Axes, unigram: float, span: tuple[float, float]) -> None:
+    curves.set(xlabel="step", ylabel="training loss (smoothed)", ylim=span)
+    sweep.set(xlabel="highest rate", ylabel="final training loss", xscale="log", ylim=span)
+    for axes in (curves, sweep):
+        axes.grid(axis="y")
+        axes.axhline(unigram, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+    curves.annotate(
+        f"unigram entropy, {unigram:.2f}",
+        (1, unigram),
+        (-4, 4),
+        xycoords=curves.get_yaxis_transform(),
+        textcoords="offset points",
+        fontsize=8.5,
+        ha="right",
+        color=MUTED,
+    )
+
+
+@styled
+def kernels_by_stage(stages: Mapping[str, Mapping[int, np.ndarray]], heading: Heading) -> Figure:
+    """Fig. 15: cosines between locations, one row per stage of training and one column per block."""
+    blocks = list(next(iter(stages.values())))
+    step = _PANEL + _BETWEEN
+    page = Page(1.5 + len(blocks) * step + 0.3, _TOP + len(stages) * step + 0.2)
+    page.heading(0.3, heading.title, heading.subtitle)
+    for column, block in enumerate(blocks):
+        words = "input" if block == 0 else f"block {block}"
+        page.text(1.5 + column * step + _PANEL / 2, _TOP - 0.08, words, fontsize=8.5, ha="center", va="bottom")
+    for row, (stage, cosines) in enumerate(stages.items()):
+        page.text(0.3, _TOP + row * step + _PANEL / 2, stage, fontsize=9.5, va="center")
+        for column, block in enumerate(blocks):
+            axes = page.axes(1.5 + column * step, _TOP + row * step, _PANEL, _PANEL)
+            axes.imshow(cosines[block], vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            for spine in axes.spines.values():
+                spine.set(visible=True, color=FAINT)
+    return page.figure

@@ -1,0 +1,82 @@
+"""Results of `skipless reproduce` for the report: tables as they were written, and the curves of the runs they name.
+
+Given is its folder, or the .json of one item in it.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skipless.analysis.report import ResultTable
+
+_COLUMNS = ("arm", "paper", "ours", "steps", "time", "seeds", "rate", "log")
+
+
+def is_results(path: Path) -> bool:
+    """Whether a folder holds logs of reproductions, or a file is an item's in such a folder."""
+    folder = path if path.is_dir() else path.parent
+    if not any((folder / "logs").glob("*.jsonl")):
+        return False
+    return path.is_dir() or (path.suffix == ".json" and _read(path) is not None)
+
+
+def read_results(path: Path) -> "tuple[dict[str, list[dict[str, Any]]], list[ResultTable]]":
+    """Curves by item, size and arm, of the runs that stand in the tables, each once; and the tables."""
+    curves: dict[str, list[dict[str, Any]]] = {}
+    tables: list[ResultTable] = []
+    folder = path if path.is_dir() else path.parent
+    records = _records(folder / "logs")
+    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+        data = _read(file)
+        if data is None:
+            continue
+        tables += _tables(data)
+        for row in next(iter(data["tables"].values()), []):
+            found = records.pop(row["log"].rpartition(" ")[2], None)
+            if found is not None:
+                longer = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
+                curves[f"{data['item']}, {data['scale']}: {row['arm']}{longer}"] = found
+    return curves, tables
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """An item's data, or None for a file of another kind."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); `skipless reproduce --tables-only` writes it again") from error
+    return data if isinstance(data, dict) and {"item", "scale", "tables"} <= data.keys() else None
+
+
+def _records(logs: Path) -> dict[str, list[dict[str, Any]]]:
+    """The curve of every run, by the part of its key that tables show."""
+    found = {}
+    for file in sorted(logs.glob("*.jsonl")):
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                run = json.loads(line)
+                points = [{"step": step, "ema": loss} for step, loss in run["curve"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{file}, line {number}, is not the log of a run ({error}); delete it") from error
+            last = {"step": run["steps"], "valid_loss": run["valid_loss"]}
+            found[run["key"][:8]] = [*points, *([last] if run["valid_loss"] is not None else [])]
+    return found
+
+
+def _tables(data: dict[str, Any]) -> "list[ResultTable]":
+    from skipless.analysis.report import ResultTable
+
+    of = f"{data['item']} ({data['reference']}), scale {data['scale']}"
+    tables = [
+        ResultTable(f"{of}: {quantity.replace('_', ' ')}", _COLUMNS, [_cells(row) for row in rows])
+        for quantity, rows in data["tables"].items()
+    ]
+    bands = [(band["claim"], band["mark"], band["detail"]) for band in data["bands"]]
+    return [*tables, *([ResultTable(f"{of}: bands", ("claim", "verdict", "numbers"), bands)] if bands else [])]
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    longer = "" if row["multiple"] == 1.0 else f", {row['multiple']:g}× the steps"
+    ours = "–" if row["ours"] is None else f"{row['ours']:.4g}"
+    return [row["arm"] + longer, row["paper"], ours, *(row[name] for name in _COLUMNS[3:])]

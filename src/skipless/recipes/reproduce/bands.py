@@ -1,0 +1,228 @@
+"""Bands: what counts as agreement, said in code before any run. Each is judged from the outcomes and nothing else.
+
+A quantity is the mean over seeds; where seeds differ, half of their range counts against the claim. An arm is named as
+in its item, "e-spa"; "e-spa@5" is the same one trained five times as long.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from skipless.recipes.reproduce.outcome import Outcome, Sample
+from skipless.recipes.reproduce.ratio import steps_ratio
+
+Mark = Literal["pass", "fail", "not run"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A band's judgement and the numbers it rests on."""
+
+    mark: Mark
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that bands may look at: outcomes by arm, and the text's unigram entropy."""
+
+    outcomes: Mapping[str, Outcome]
+    unigram: float
+
+    def sample(self, arm: str, quantity: str = "train_loss") -> Sample | None:
+        """The quantity of "arm" or "arm@multiple"."""
+        name, _, multiple = arm.partition("@")
+        outcome = self.outcomes.get(name)
+        return None if outcome is None else outcome.sample(quantity, float(multiple or 1.0))
+
+
+class Band(Protocol):
+    """A claim that can be judged."""
+
+    def claim(self) -> str:
+        """In words."""
+        ...
+
+    def judge(self, findings: Findings) -> Verdict:
+        """Pass, fail or not run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lower:
+    """One arm ends lower than another, by more than a margin and half of what seeds differ by."""
+
+    better: str
+    worse: str
+    margin: float = 0.0
+    quantity: str = "train_loss"
+
+    def claim(self) -> str:
+        """In words."""
+        by = f" by more than {self.margin:g}" if self.margin else ""
+        return f"{self.better} ends below {self.worse}{by}{_of(self.quantity)}"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """Compare means."""
+        pair = _pair(findings, self.better, self.worse, self.quantity)
+        if pair is None:
+            return Verdict("not run")
+        better, worse = pair
+        if math.isinf(better.mean):
+            return Verdict("fail", f"{self.better} diverged")
+        gap, noise = worse.mean - better.mean, better.half_range + worse.half_range
+        return _verdict(gap - noise > self.margin, f"{_show(better)} against {_show(worse)}")
+
+
+@dataclass(frozen=True)
+class Match:
+    """One arm is at most `within` above another: it matches it, or is better."""
+
+    arm: str
+    other: str
+    within: float
+    quantity: str = "train_loss"
+
+    def claim(self) -> str:
+        """In words."""
+        return f"{self.arm} is at most {self.within:g} above {self.other}{_of(self.quantity)}"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """Compare means; what seeds differ by counts against it."""
+        pair = _pair(findings, self.arm, self.other, self.quantity)
+        if pair is None:
+            return Verdict("not run")
+        arm, other = pair
+        if math.isinf(arm.mean):
+            return Verdict("fail", f"{self.arm} diverged")
+        noise = arm.half_range + other.half_range
+        return _verdict(arm.mean - other.mean + noise <= self.within, f"{_show(arm)} against {_show(other)}")
+
+
+@dataclass(frozen=True)
+class Learns:
+    """An arm ends well below the unigram entropy: it has learned from context."""
+
+    arm: str
+    by: float = 0.5
+
+    def claim(self) -> str:
+        """In words."""
+        return f"{self.arm} ends more than {self.by:g} below the unigram entropy"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """Against the text's own entropy."""
+        sample = findings.sample(self.arm)
+        if sample is None:
+            return Verdict("not run")
+        good = sample.mean + sample.half_range < findings.unigram - self.by
+        return _verdict(good, f"{_show(sample)} against {findings.unigram:.2f}")
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """An arm stays at the unigram entropy, or diverges: it has learned nothing from context."""
+
+    arm: str
+    within: float = 0.15
+
+    def claim(self) -> str:
+        """In words."""
+        return f"{self.arm} stays within {self.within:g} of the unigram entropy, or diverges at every rate"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """Against the text's own entropy."""
+        sample = findings.sample(self.arm)
+        if sample is None:
+            return Verdict("not run")
+        good = math.isinf(sample.mean) or sample.mean - sample.half_range > findings.unigram - self.within
+        return _verdict(good, f"{_show(sample)} against {findings.unigram:.2f}")
+
+
+@dataclass(frozen=True)
+class SmallerGap:
+    """The gap between two arms is smaller than that between two others; (lower, higher) each."""
+
+    small: tuple[str, str]
+    large: tuple[str, str]
+    quantity: str = "train_loss"
+
+    def claim(self) -> str:
+        """In words."""
+        first, second = (f"from {low} to {high}" for low, high in (self.small, self.large))
+        return f"the gap {first} is smaller than {second}{_of(self.quantity)}"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """Compare differences of means."""
+        found = [_pair(findings, *arms, self.quantity) for arms in (self.small, self.large)]
+        if found[0] is None or found[1] is None:
+            return Verdict("not run")
+        small, large = (pair[1].mean - pair[0].mean for pair in found if pair is not None)
+        good = math.isfinite(small) and small < large
+        return _verdict(good, f"{small:.3g} against {large:.3g}")
+
+
+@dataclass(frozen=True)
+class Reaches:
+    """An arm reaches, in at most so many times the steps, the loss of another at the usual length."""
+
+    arm: str
+    target: str
+    most: float
+
+    def claim(self) -> str:
+        """In words."""
+        return f"{self.arm} reaches the loss of {self.target} in at most {self.most:g} times its steps"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """By runs of several lengths."""
+        target, outcome = findings.sample(self.target), findings.outcomes.get(self.arm)
+        if target is None or outcome is None:
+            return Verdict("not run")
+        losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
+        ratio = steps_ratio(target.mean, losses)
+        if ratio is None:
+            return Verdict("fail", f"{self.arm} diverged") if outcome.failed else Verdict("not run")
+        if ratio.bound == ">" and ratio.value < self.most:
+            return Verdict("not run", f"not in {ratio.value:g} times, and no longer run")
+        return _verdict(ratio.bound != ">" and ratio.value <= self.most, f"{ratio.text()} times")
+
+
+@dataclass(frozen=True)
+class Above:
+    """A measure of an arm is above a bound."""
+
+    arm: str
+    quantity: str
+    bound: float
+
+    def claim(self) -> str:
+        """In words."""
+        return f"{self.quantity.replace('_', ' ')} of {self.arm} is above {self.bound:g}"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """The mean less half of what seeds differ by."""
+        sample = findings.sample(self.arm, self.quantity)
+        if sample is None:
+            return Verdict("not run")
+        return _verdict(sample.mean - sample.half_range > self.bound, _show(sample))
+
+
+def _pair(findings: Findings, first: str, second: str, quantity: str) -> tuple[Sample, Sample] | None:
+    samples = findings.sample(first, quantity), findings.sample(second, quantity)
+    return None if samples[0] is None or samples[1] is None else (samples[0], samples[1])
+
+
+def _verdict(good: bool, detail: str) -> Verdict:
+    return Verdict("pass" if good else "fail", detail)
+
+
+def _of(quantity: str) -> str:
+    return "" if quantity == "train_loss" else f" in {quantity.replace('_', ' ')}"
+
+
+def _show(sample: Sample) -> str:
+    if math.isinf(sample.mean):
+        return "diverged"
+    return f"{sample.mean:.3f}" + (f" ± {sample.half_range:.3f}" if len(sample.values) > 1 else " (one seed)")

@@ -1,0 +1,166 @@
+"""An item's results as a page of Markdown and as JSON, from its records alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skipless import __version__
+from skipless.recipes.reproduce.bands import Findings, Verdict
+from skipless.recipes.reproduce.item import Item
+from skipless.recipes.reproduce.job import Setting
+from skipless.recipes.reproduce.kernel_checks import Check
+from skipless.recipes.reproduce.outcome import Outcome, outcome_of
+from skipless.recipes.reproduce.plan import missing
+from skipless.recipes.reproduce.record import Record
+from skipless.recipes.reproduce.table import HEAD, RATIO_HEAD, ratio_rows, rows
+
+_NAMES = {"train_loss": "Training loss", "valid_perplexity": "Validation perplexity", "valid_loss": "Validation loss"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of an item at one size."""
+
+    item: Item
+    setting: Setting
+    outcomes: Mapping[str, Outcome]
+    verdicts: Sequence[tuple[str, Verdict]]
+    to_do: int
+
+
+def gather(item: Item, setting: Setting, records: Mapping[str, Record]) -> Summary:
+    """Look everything up, and judge the bands where the size is one they were written for."""
+    known = {arm.name: outcome_of(item, arm, setting, records) for arm in item.arms}
+    core = {arm.name for arm in item.chosen(setting.scale)}
+    shown = {name: outcome for name, outcome in known.items() if name in core or outcome.sweep}
+    findings = Findings(shown, setting.text.unigram)
+    judged = item.bands if setting.scale.judged else ()
+    verdicts = [(band.claim(), band.judge(findings)) for band in judged]
+    return Summary(item, setting, shown, verdicts, len(missing([item], setting, records)))
+
+
+def markdown(summary: Summary, figure: str = "") -> str:
+    """The page; figure is the picture's file name beside it."""
+    item, setting = summary.item, summary.setting
+    parts = [f"# {item.title}\n", f"Reference: {item.reference}. Scale: `{setting.scale.name}`.\n"]
+    parts += [f"{item.note}\n"] if item.note else []
+    parts.append(_how(summary))
+    if figure:
+        parts.append(f"![Training curves, and the rates tried]({figure})\n")
+    for quantity in item.quantities:
+        title = _NAMES.get(quantity, quantity.replace("_", " ").capitalize())
+        parts.append(f"## {title}\n\n{table(HEAD, [row.line() for row in rows(summary.outcomes, quantity)])}")
+    if lines := ratio_rows(item, summary.outcomes):
+        parts.append(f"## Steps to the loss of {item.baseline}\n\n{table(RATIO_HEAD, lines)}")
+    parts += [_bands(summary), _sweeps(summary), _missing(summary)]
+    return "\n".join(part for part in parts if part)
+
+
+def as_json(summary: Summary) -> dict[str, Any]:
+    """Every number of the page."""
+    item, setting = summary.item, summary.setting
+    tables = {
+        quantity: [
+            {
+                "arm": row.arm,
+                "multiple": row.multiple,
+                "paper": row.paper,
+                "ours": _finite(row.value),
+                **dict(zip(HEAD[3:], row.cells, strict=True)),
+            }
+            for row in rows(summary.outcomes, quantity)
+        ]
+        for quantity in item.quantities
+    }
+    return {
+        "skipless": __version__,
+        "item": item.name,
+        "reference": item.reference,
+        "scale": setting.scale.name,
+        "text": setting.text.to_json(),
+        "rates": setting.rates,
+        "seeds": setting.seeds,
+        "tables": tables,
+        "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(item, summary.outcomes)],
+        "bands": [{"claim": claim, "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
+        "sweeps": {
+            name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.sweep.items()}
+            for name, outcome in summary.outcomes.items()
+        },
+        "missing": summary.to_do,
+    }
+
+
+def kernels_markdown(item: Item, checks: Sequence[Check], figure: str = "") -> str:
+    """The page of the item that trains nothing."""
+    lines = [(c.where, c.claim, c.ours, "pass" if c.holds else "**fail**") for c in checks]
+    picture = f"![Kernels by depth]({figure})\n" if figure else ""
+    body = table(("figure", "claim", "ours", "verdict"), lines)
+    return "\n".join(part for part in (f"# {item.title}\n", f"{item.reference}. {item.note}\n", picture, body) if part)
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    rule = "|".join("---" for _ in head)
+    body = "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in lines)
+    return f"| {' | '.join(head)} |\n|{rule}|\n{body}"
+
+
+def _how(summary: Summary) -> str:
+    setting = summary.setting
+    runs = [record for outcome in summary.outcomes.values() for record in _all_runs(outcome)]
+    devices = sorted({f"{record.device}, torch {record.torch}" for record in runs})
+    beside = max((record.jobs for record in runs), default=1)
+    times = f" Times are of up to {beside} runs side by side on one device." if beside > 1 else ""
+    commits = ", ".join(sorted({record.commit for record in runs if record.commit}))
+    tuned = (
+        f"Every arm: {_count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, one more beyond "
+        f"the best if that lies at the edge, seed 0, chosen by training loss; then {_count(setting.seeds, 'seed')} at "
+        "the best rate."
+    )
+    words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
+    where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."
+    return f"Text: {setting.text.describe()}. {tuned} {words}{times} {where}\n"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'s' * (number > 1)}"
+
+
+def _bands(summary: Summary) -> str:
+    if not summary.setting.scale.judged:
+        return "## Bands\n\nNot judged at this scale: its runs are too short to mean anything.\n"
+    marks = {"pass": "pass", "fail": "**fail**", "not run": "not run"}
+    lines = [(claim, marks[verdict.mark], verdict.detail or "–") for claim, verdict in summary.verdicts]
+    if not lines:
+        return ""
+    return f"## Bands, stated before the runs\n\n{table(('claim', 'verdict', 'numbers'), lines)}"
+
+
+def _sweeps(summary: Summary) -> str:
+    lines = []
+    for outcome in summary.outcomes.values():
+        tried = [
+            f"{rate:g}: {record.train_loss:.3f}"
+            if math.isfinite(record.train_loss)
+            else f"{rate:g}: diverged at step {record.diverged_at}"
+            for rate, record in outcome.sweep.items()
+        ]
+        lines.append((outcome.arm.label, "; ".join(tried) or "not run"))
+    return f"## Rates tried: training loss\n\n{table(('arm', 'rate: loss'), lines)}"
+
+
+def _missing(summary: Summary) -> str:
+    if not summary.to_do:
+        return "All runs are done.\n"
+    command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name}"
+    return f"At least {summary.to_do} runs are still missing: `{command} --data …` goes on.\n"
+
+
+def _all_runs(outcome: Outcome) -> list[Record]:
+    return [*outcome.sweep.values(), *(record for runs in outcome.runs.values() for record in runs.values())]
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 6)

@@ -1,0 +1,77 @@
+"""Which runs are missing, in the order in which they are to be run: a function of the records alone."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from skipless.recipes.reproduce.item import Item
+from skipless.recipes.reproduce.job import Job, Setting, make_job
+from skipless.recipes.reproduce.outcome import Outcome, outcome_of
+from skipless.recipes.reproduce.ratio import next_multiple
+from skipless.recipes.reproduce.record import Record
+
+Arms = tuple[str, ...]
+
+
+def missing(items: Sequence[Item], setting: Setting, records: Mapping[str, Record], arms: Arms = ()) -> list[Job]:
+    """All runs that can be named now: item by item; in each first sweeps, then the best rate's runs, then paces.
+
+    Arms of the same network stay together. A sweep's best rate names further runs when it is known.
+    """
+    found: dict[str, Job] = {}
+    for item in items:
+        for job in _of_item(item, setting, records, arms):
+            found.setdefault(job.key, job)
+    return list(found.values())
+
+
+def outcomes(item: Item, setting: Setting, records: Mapping[str, Record], arms: Arms = ()) -> dict[str, Outcome]:
+    """What is known of each chosen arm, by name."""
+    return {arm.name: outcome_of(item, arm, setting, records) for arm in item.chosen(setting.scale, arms)}
+
+
+def total(item: Item, setting: Setting, arms: Arms = ()) -> int:
+    """How many runs the item takes if no best rate lies at an edge, and each ladder takes one more length."""
+    chosen = item.chosen(setting.scale, arms)
+    finals = sum(_final_count(item, len(arm.lengths(setting.scale)), setting) for arm in chosen)
+    climbs = (len(chosen) - 1) * bool(item.ladder)
+    return len(chosen) * setting.rates + finals + climbs + len(chosen) * bool(item.ladder)
+
+
+def _final_count(item: Item, lengths: int, setting: Setting) -> int:
+    """Runs at the best rate; the sweep already holds its first seed, unless something is to be measured."""
+    return setting.seeds + lengths - 1 - (0 if item.measure else 1)
+
+
+def _of_item(item: Item, setting: Setting, records: Mapping[str, Record], arms: Arms) -> Iterable[Job]:
+    known = outcomes(item, setting, records, arms)
+    for outcome in known.values():
+        yield from outcome.missing
+    target = _target(item, known)
+    for outcome in known.values():
+        if outcome.best is not None:
+            yield from _finals(item, setting, outcome, target)
+    if item.ladder:
+        for outcome in known.values():
+            if outcome.best is not None and outcome.pace is None:
+                yield make_job(item, outcome.arm, setting, outcome.best, measure="pace")
+
+
+def _target(item: Item, known: Mapping[str, Outcome]) -> float:
+    """The loss that ladders are to reach; not a number while it is unknown."""
+    baseline = known.get(item.baseline)
+    sample = baseline.sample("train_loss") if baseline is not None else None
+    return sample.mean if sample is not None else math.nan
+
+
+def _finals(item: Item, setting: Setting, outcome: Outcome, target: float) -> Iterable[Job]:
+    """Seeds at the usual length, then other lengths with the first seed."""
+    assert outcome.best is not None
+    wanted = [(1.0, seed) for seed in range(setting.seeds)]
+    wanted += [(multiple, 0) for multiple in outcome.arm.lengths(setting.scale) if multiple != 1.0]
+    if item.ladder and outcome.arm.name != item.baseline and not math.isnan(target):
+        losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
+        climb = next_multiple(item.ladder, target, losses)
+        wanted += [(climb, 0)] if climb is not None else []
+    for multiple, seed in wanted:
+        if seed not in outcome.runs.get(multiple, {}):
+            yield make_job(item, outcome.arm, setting, outcome.best, seed, multiple, item.measure)

@@ -1,0 +1,81 @@
+"""Learning rates: the paper's ladder {1, 2, 3, 5}·10ⁿ, the rate each kind of network is expected to like, and grids.
+
+Every arm of an item gets the same number of rates, centred on the expected one, and one more beyond the best where
+that lies at the edge: equal tuning.
+"""
+
+import math
+from collections.abc import Mapping
+
+from skipless.model.config import ModelConfig
+
+MANTISSAS = (1, 2, 3, 5)
+
+# At 36 blocks × 512 over 3,000 steps. Vanilla and Pre-LN with Adam and Muon and weighted skips are measured; SOAP takes
+# Adam's, whose step size it shares, and networks with one of two skips lie between those with none and both.
+EXPECTED: dict[tuple[str, str], float] = {
+    ("skipless", "adam"): 3e-5,
+    ("skipless", "muon"): 1e-3,
+    ("skipless", "soap"): 3e-5,
+    ("one-skip", "adam"): 1e-4,
+    ("one-skip", "muon"): 2e-3,
+    ("one-skip", "soap"): 1e-4,
+    ("weighted", "adam"): 5e-4,
+    ("weighted", "muon"): 5e-3,
+    ("weighted", "soap"): 5e-4,
+    ("residual", "adam"): 5e-4,
+    ("residual", "muon"): 1e-2,
+    ("residual", "soap"): 5e-4,
+}
+
+
+def kind(model: ModelConfig) -> str:
+    """ "skipless", "one-skip", "weighted" (normalised, stable, SkipInit) or "residual" (1, 1), as in Pre-LN."""
+    attention, mlp = model.attention_skip, model.mlp_skip
+    if model.skipless:
+        return "skipless"
+    if attention.shortcut == 0.0 or mlp.shortcut == 0.0:
+        return "one-skip"
+    return "residual" if attention.residual == mlp.residual == 1.0 else "weighted"
+
+
+def expected(model: ModelConfig, optimizer: str) -> float:
+    """The rate at the middle of a network's grid."""
+    return EXPECTED[kind(model), optimizer]
+
+
+def grid(middle: float, count: int) -> tuple[float, ...]:
+    """`count` neighbouring rates of the ladder around one of them, lowest first; an even count leans upwards."""
+    if count < 1:
+        raise ValueError(f"--rates is {count}; every arm needs at least 1")
+    at = _place(middle)
+    return tuple(_rate(place) for place in range(at - (count - 1) // 2, at + count // 2 + 1))
+
+
+def beyond(losses: Mapping[float, float]) -> float | None:
+    """The next rate of the ladder beyond the best one, if that is the lowest or highest of several; else None.
+
+    Diverged runs have an infinite loss; where all have diverged, the next lower rate.
+    """
+    if len(losses) < 2:
+        return None
+    lowest, highest = min(losses), max(losses)
+    best = min(losses, key=lambda rate: (losses[rate], rate))
+    if best == lowest:
+        return _rate(_place(lowest) - 1)
+    return _rate(_place(highest) + 1) if best == highest else None
+
+
+def _place(rate: float) -> int:
+    """The rate's number on the ladder; 1 has 0."""
+    exponent = math.floor(math.log10(rate) + 1e-9)
+    mantissa = round(rate / 10.0**exponent, 6)
+    if mantissa not in MANTISSAS:
+        near = min((_rate(4 * exponent + n) for n in range(5)), key=lambda other: abs(math.log(other / rate)))
+        raise ValueError(f"the rate {rate:g} is not of the form {{1, 2, 3, 5}}·10ⁿ; the nearest is {near:g}")
+    return 4 * exponent + MANTISSAS.index(mantissa)
+
+
+def _rate(place: int) -> float:
+    exponent, index = divmod(place, len(MANTISSAS))
+    return float(f"{MANTISSAS[index]}e{exponent}")

@@ -1,0 +1,368 @@
+"""`skipless reproduce` from the outside, at the smallest size: it runs what is missing, and no more."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from skipless.cli import main
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.training import Bytes
+from skipless.recipes.reproduce import run as run_module
+from skipless.recipes.reproduce import schedule
+from skipless.recipes.reproduce.catalogue import ITEMS
+from skipless.recipes.reproduce.job import Setting
+from skipless.recipes.reproduce.log import ResultsFolder
+from skipless.recipes.reproduce.plan import missing
+from skipless.recipes.reproduce.run import Order, carry_out
+from skipless.recipes.reproduce.scale import SCALES
+from skipless.recipes.reproduce.schedule import Crew, Limits
+from skipless.recipes.reproduce.stages import unpack
+from skipless.recipes.reproduce.text import Text
+from skipless.train.divergence import Diverged
+
+ARMS = ["e-spa", "pre-ln", "u-spa", "v-skipinit", "skipless-ln"]
+QUESTIONS = {
+    "boolq": {"passage": "Tea is hot.", "question": "is tea hot", "answer": True},
+    "hellaswag": {"activity_label": "a", "ctx_a": "A man", "ctx_b": "he", "endings": ["x", "y"], "label": "1"},
+    "winogrande": {"sentence": "Ann beat Bo so _ won. ", "option1": "Ann", "option2": "Bo", "answer": "1"},
+    "piqa": {"goal": "open it", "sol1": "pull", "sol2": "push ", "label": 1},
+    "social_i_qa": {"context": "a", "question": "?", "answerA": "a", "answerB": "b", "answerC": "c", "label": "3"},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Bytes of some of this project's sources."""
+    home = tmp_path_factory.mktemp("text")
+    sources = Path(__file__).parents[2] / "src" / "skipless" / "theory"
+    (home / "text.txt").write_text("\n\n\n".join(path.read_text() for path in sorted(sources.glob("*.py"))))
+    prepare(Preparation(str(home / "text.txt"), tokenizer=Bytes(), valid_fraction=0.2), home / "tokens", workers=1)
+    return home / "tokens"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    for name, question in QUESTIONS.items():
+        (folder / f"{name}.validation.jsonl").write_text(json.dumps(question) + "\n")
+    return folder
+
+
+class Skipless:
+    """Runs the command in this process, in an empty folder."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: Path):
+        self.capsys, self.monkeypatch, self.data = capsys, monkeypatch, data
+
+    def __call__(self, *words: str, code: int = 0, data: bool = True) -> tuple[str, str]:
+        text = ["--data", str(self.data)] if data else []
+        self.monkeypatch.setattr(sys, "argv", ["skipless", "reproduce", *words, *text, "--device", "cpu"])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        seen = self.capsys.readouterr()
+        assert (stop.value.code or 0) == code, seen.out + seen.err
+        return seen.out, seen.err
+
+
+@pytest.fixture
+def reproduce(tmp_path: Path, capsys, monkeypatch, data: Path) -> Skipless:
+    monkeypatch.chdir(tmp_path)
+    return Skipless(capsys, monkeypatch, data)
+
+
+@pytest.fixture
+def instant(monkeypatch) -> list[Order]:
+    """Runs that take no time; what they were asked for."""
+    orders: list[Order] = []
+
+    def done(order: Order):
+        orders.append(order)
+        values = {"step_seconds": 0.01, "jobs": order.jobs, "device": "CPU", "torch": "", "commit": "", "time": ""}
+        metrics = [{"step": order.job.experiment.train.steps, "ema": 5.0 + order.job.rate, "valid_loss": 5.0}]
+        return run_module.record_of(order.job, order.text, order.scale, metrics, {"seconds": 1.0, **values})
+
+    monkeypatch.setattr(schedule, "carry_out", done)
+    return orders
+
+
+def keys(log: str = "baselines-tiny") -> list[str]:
+    return [json.loads(line)["key"] for line in (Path("results/logs") / f"{log}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
+    out, err = reproduce("all", "--tasks-folder", str(tasks))
+    results = Path("results")
+    assert "still missing" not in err
+    for item in ITEMS.values():
+        stem = item.name if item.kernels else f"{item.name}-tiny"
+        page, data = (results / f"{stem}.md").read_text(), json.loads((results / f"{stem}.json").read_text())
+        assert page.startswith(f"# {item.title}\n")
+        assert (results / f"{stem}.png").stat().st_size > 5000
+        if not item.kernels:
+            assert data["missing"] == 0
+            assert "All runs are done." in page
+            rows = data["tables"][item.quantities[0]]
+            assert {arm.name for arm in item.chosen(SCALES["tiny"])} <= {row["arm"] for row in rows}
+            assert all(row["ours"] is not None for row in rows if row["multiple"] == 1.0)
+    records = ResultsFolder(results, "tiny").records
+    assert not any(record.diverged for record in records.values())
+    assert sum(len((file).read_text().splitlines()) for file in (results / "logs").iterdir()) == len(records)
+    probed = next(record for record in records.values() if record.measure == "probes")
+    assert {step: list(blocks) for step, blocks in unpack(probed.kernels).items()} == {
+        step: [0, 1, 12, 24, 36] for step in (0, 1, 3)
+    }
+    assert 0.0 < probed.measures["agreement_with_theory"] <= 1.0
+    # weights are kept where an item says so
+    assert all(list(run.glob("*.safetensors")) for run in (results / "runs").iterdir())
+    kept = {record.key for record in records.values() if record.measure == "tasks" or record.item == "longer"}
+    assert {run.name.removeprefix("tiny-") for run in (results / "runs").iterdir()} <= kept
+
+    monkeypatch.setattr(schedule, "carry_out", lambda _: pytest.fail("it trains again"))
+    rebuilt = ("baselines", "training-kernels", "optimisers")
+    pages = {path: path.read_bytes() for name in rebuilt for path in results.glob(f"{name}-tiny.*")}
+    assert len(pages) == 9
+    for path in pages:
+        path.unlink()
+    again, _ = reproduce(*rebuilt, "--tables-only", data=False)
+    assert all(line in out.splitlines() for line in again.splitlines())
+    assert {path: path.read_bytes() for path in pages} == pages
+    for path, runs in (("results", 0), ("results/baselines-tiny.json", 5)):
+        assert f"0 networks, {runs} runs" in _report(reproduce, path)
+        assert "baselines (Fig. 2), scale tiny: train loss" in Path("report.html").read_text()
+
+
+def _report(reproduce: Skipless, path: str) -> str:
+    reproduce.monkeypatch.setattr(sys, "argv", ["skipless", "report", path])
+    with pytest.raises(SystemExit):
+        main()
+    return reproduce.capsys.readouterr().out
+
+
+def test_one_item_and_again(reproduce, monkeypatch) -> None:
+    out, err = reproduce("baselines")
+    assert err.count("s; ") == 5
+    assert [line.split(",")[0].split(": ")[1] for line in err.splitlines()] == ARMS
+    lines = out.splitlines()
+    assert lines[1] == "Networks without skips, beside Pre-LN (Fig. 2), scale tiny"
+    assert lines[3].split()[:4] == ["E-SPA", "2.79", "±", "0.02"]
+    assert [Path(line.removeprefix("wrote ")).is_file() for line in lines if line.startswith("wrote ")] == [True] * 3
+    assert len(keys()) == 5
+    assert not list(Path("results/runs").iterdir())  # no weights, no run folders
+    monkeypatch.setattr(schedule, "carry_out", lambda _: pytest.fail("it trains again"))
+    assert reproduce("baselines")[0] == out
+    assert reproduce("baselines", "--tables-only", data=False)[0] == out
+    # E-SPA, U-SPA and V-SkipInit with RoPE are those of the baselines
+    monkeypatch.setattr(schedule, "carry_out", carry_out)
+    _, err = reproduce("positions")
+    assert [line.split(",")[0].split(": ")[1] for line in err.splitlines()] == [
+        "e-spa-none",
+        "u-spa-none",
+        "v-skipinit-none",
+    ]
+
+
+def test_rates_seeds_and_arms(reproduce, instant: list[Order]) -> None:
+    out, _ = reproduce("baselines", "--rates", "3", "--seeds", "2", "--arms", "e-spa,skipless")
+    jobs = [order.job for order in instant]
+    # the lowest rate is best, so that one more below it is tried, for each
+    assert [(job.arm, job.rate, job.seed) for job in jobs] == [
+        *(("e-spa", rate, 0) for rate in (2e-5, 3e-5, 5e-5)),
+        ("e-spa", 1e-5, 0),
+        *(("skipless", rate, 0) for rate in (2e-5, 3e-5, 5e-5)),
+        ("skipless", 1e-5, 0),
+        ("skipless", 1e-5, 1),  # what is compiled for the network is used first
+        ("e-spa", 1e-5, 1),
+    ]
+    assert "1e-05 (at the edge)" in out
+
+
+def test_ctrl_c_writes_what_there_is_and_goes_on(reproduce, instant: list[Order], monkeypatch) -> None:
+    quick = schedule.carry_out
+
+    def stopped(order: Order):
+        if len(instant) == 2:
+            raise KeyboardInterrupt
+        return quick(order)
+
+    monkeypatch.setattr(schedule, "carry_out", stopped)
+    out, err = reproduce("baselines", code=130)
+    assert "stopped; the same command goes on from there" in err
+    assert "wrote results/baselines-tiny.md" in out
+    assert "At least 3 runs are still missing" in Path("results/baselines-tiny.md").read_text()
+    monkeypatch.setattr(schedule, "carry_out", quick)
+    reproduce("baselines")
+    assert [order.job.arm for order in instant] == ARMS
+    assert len(set(keys())) == len(keys()) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_killed_it_goes_on(reproduce, data: Path, jobs: str) -> None:
+    """Killed after its first run; workers end with it, and the next call does the rest, each once."""
+    command = [sys.executable, "-m", "skipless.cli", "reproduce", "baselines", "--data", str(data), "--jobs", jobs]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        process.send_signal(signal.SIGKILL)
+    assert "loss" in first
+    time.sleep(3.0)  # a worker looks every second whether it is still wanted
+    done = len(keys())
+    assert 1 <= done < 5
+    _, err = reproduce("baselines", "--jobs", jobs)
+    assert err.count("loss") == 5 - done
+    assert len(set(keys())) == len(keys()) == 5
+
+
+def test_a_budget_that_nothing_fits_in(reproduce, instant: list[Order]) -> None:
+    _, err = reproduce("baselines", "--budget", "0.001")
+    assert instant == []
+    assert "5 runs are still missing" in err
+    assert "  baselines: e-spa, rate 3e-05, seed 0" in err.splitlines()
+
+
+def test_the_budget_is_kept(reproduce, instant: list[Order], data: Path, monkeypatch) -> None:
+    """Runs are expected to take as long as those before them; none is begun that would end too late."""
+    quick, now = schedule.carry_out, [0.0]
+
+    def slow(order: Order):
+        now[0] += 3.0
+        return replace(quick(order), seconds=3.0)
+
+    monkeypatch.setattr(schedule, "carry_out", slow)
+    setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
+    crew = Crew([ITEMS["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
+    assert len(crew.work()) == 3
+    assert [order.seconds for order in instant] == [8.0, 5.0]
+
+
+def test_a_run_whose_time_is_up_goes_on_later(reproduce, data: Path) -> None:
+    setting = Setting.of(SCALES["tiny"], Text.read(data))
+    job = missing([ITEMS["baselines"]], setting, {})[0]
+    order = Order(job, setting.text, "tiny", Path("run"), "cpu", seconds=0.0)
+    assert carry_out(order) is None
+    spent = float(Path("run/spent.txt").read_text())
+    record = carry_out(replace(order, seconds=math.inf))
+    assert record is not None
+    assert record.seconds >= spent > 0.0
+    assert [step for step, _ in record.curve] == [1, 2, 3]
+    again = carry_out(order)  # killed before its record was written
+    assert again is not None
+    assert again.train_loss == record.train_loss
+
+
+def test_a_run_of_other_settings_is_not_gone_on_with(reproduce, data: Path) -> None:
+    setting = Setting.of(SCALES["tiny"], Text.read(data))
+    job = missing([ITEMS["baselines"]], setting, {})[0]
+    order = Order(job, setting.text, "tiny", Path("run"), "cpu", seconds=0.0)
+    assert carry_out(order) is None
+    slower = replace(job.experiment, train=replace(job.experiment.train, log_every=3))
+    record = carry_out(replace(order, job=replace(job, experiment=slower), seconds=math.inf))
+    assert record is not None
+    assert [step for step, _ in record.curve] == [3]
+
+
+def test_divergence_is_recorded(reproduce, monkeypatch) -> None:
+    def diverges(*_, **__):
+        raise Diverged(2, "diverged at step 2")
+
+    monkeypatch.setattr(run_module, "train", diverges)
+    out, err = reproduce("baselines", "--rates", "2", "--arms", "e-spa")
+    assert err.count("diverged at step 2") == 3  # two rates, and the next lower one
+    assert "E-SPA" in out
+    assert "diverged" in out
+    lines = Path("results/logs/baselines-tiny.jsonl").read_text().splitlines()
+    assert [json.loads(line)["train_loss"] for line in lines] == [None] * 3
+
+
+def test_a_failed_run_does_not_stop_the_others(reproduce, instant: list[Order], monkeypatch) -> None:
+    quick = schedule.carry_out
+
+    def failing(order: Order):
+        if order.job.arm == "pre-ln":
+            raise RuntimeError("out of memory")
+        return quick(order)
+
+    monkeypatch.setattr(schedule, "carry_out", failing)
+    _, err = reproduce("baselines", code=1)
+    assert "failed: baselines: pre-ln, rate 0.0005, seed 0: RuntimeError: out of memory" in err
+    assert [order.job.arm for order in instant] == [arm for arm in ARMS if arm != "pre-ln"]
+    assert "1 runs are still missing" in err
+
+    monkeypatch.setattr(schedule, "carry_out", lambda _: 1 / 0)
+    _, err = reproduce("positions", code=2)
+    assert "3 runs in a row failed" in err
+
+
+def test_paces_are_taken_alone_and_last(reproduce, instant: list[Order]) -> None:
+    reproduce("optimisers", "--arms", "pre-ln/adam,e-spa/muon")
+    measures = [order.job.measure for order in instant]
+    assert measures[-2:] == ["pace", "pace"]
+    assert "pace" not in measures[:-2]
+    assert {order.jobs for order in instant} == {1}
+
+
+def test_downstream_needs_its_tasks(reproduce, instant: list[Order]) -> None:
+    _, err = reproduce("downstream")
+    assert "downstream is left out: it needs --tasks-folder" in err
+    assert instant == []
+
+
+def test_list(reproduce) -> None:
+    reproduce("training-kernels")
+    out, _ = reproduce("--list", data=False)
+    rows = {line.split()[0]: line for line in out.splitlines() if line and line.split()[0] in ITEMS}
+    assert set(rows) == set(ITEMS)
+    assert "tiny: all" in rows["training-kernels"]
+    assert "Table 3" in rows["depth"]
+    assert "estimates" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["basline"], "there is no item 'basline'; nearest: baselines"),
+        ([], "name an item, such as baselines"),
+        (["baselines", "--scale", "large"], "--scale is 'large'; there are tiny, small, paper"),
+        (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen item has; nearest: e-spa"),
+        (["baselines", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
+        (["baselines", "--budget", "-1"], "--budget is -1 seconds; it must be positive"),
+        (["baselines", "--rates", "0"], "--rates is 0; it must be at least 1"),
+        (["baselines", "--out", "file"], "--out is file, a file; name a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said(reproduce, words: list[str], said: str) -> None:
+    Path("file").write_text("")
+    _, err = reproduce(*words, code=2)
+    assert said in err
+
+
+def test_what_is_needed_is_said(reproduce) -> None:
+    _, err = reproduce("baselines", "--scale", "small", code=2, data=False)
+    assert "scale 'small' needs text: --data FOLDER" in err
+    _, err = reproduce("baselines", "--data", "wikitext-103", code=2, data=False)
+    assert "skipless prepare wikitext-103 --download --out data/wikitext-103" in err
+    _, err = reproduce("baselines", "--tables-only", code=2, data=False)
+    assert "results has no logs of scale 'tiny' to make tables from" in err
+    with ResultsFolder("results", "tiny").locked():
+        _, err = reproduce("baselines", code=2)
+    assert "another skipless reproduce is working in results" in err

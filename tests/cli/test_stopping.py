@@ -1,0 +1,106 @@
+"""Ctrl-C at any moment of any command: one line, exit code 130, no traceback, and only whole files."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skipless.cli import output, stopping
+
+NOTHING = "skipless: stopped; nothing was written"
+
+
+def stopped(arguments: list[str], when: Callable[[int], bool]) -> tuple[int, list[str]]:
+    """Exit code and lines of standard error of a command that gets Ctrl-C as soon as when(its pid) is true."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skipless.cli", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a runner in the background ignores it
+    )
+    deadline = time.monotonic() + 100
+    while not when(process.pid):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=100)
+    return process.returncode, complaint.splitlines()
+
+
+def mapped(pid: int, name: str) -> bool:
+    """Whether the process has loaded a library of that name."""
+    return name in Path(f"/proc/{pid}/maps").read_text()
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process loads is read in /proc")
+
+
+@pytest.mark.parametrize("command", ["inspect", "kernels", "eval", "report"])
+def test_during_imports(command, tmp_path):
+    arguments = {
+        "inspect": ["inspect", "wikitext103/e-spa"],
+        "kernels": ["kernels", "wikitext103/e-spa", "--figure", str(tmp_path / "kernels.png")],
+        "eval": ["eval", str(tmp_path), "--json", str(tmp_path / "eval.json")],
+        "report": ["report", str(tmp_path / "none.json"), "--out", str(tmp_path / "report.html")],
+    }[command]
+    library = {"kernels": "scipy", "report": "_multiarray_umath"}.get(command, "libtorch_cpu")
+    code, lines = stopped(arguments, lambda pid: mapped(pid, library))
+    assert (code, lines) == (130, [NOTHING])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_while_inspecting(tmp_path):
+    """Past the imports: a network that takes long, and a moment at which it is being built or run."""
+    began: list[float] = []
+
+    def when(pid: int) -> bool:
+        began.extend([time.monotonic()] if not began and mapped(pid, "_lapack") else [])
+        return bool(began) and time.monotonic() - began[0] > 8
+
+    sizes = ["--width", "1024", "--batch", "8", "--length", "512", "--json", str(tmp_path / "seen.json")]
+    code, lines = stopped(["inspect", "wikitext103/pre-ln", *sizes], when)
+    assert (code, lines[-1]) == (130, NOTHING)
+    assert "Traceback" not in "\n".join(lines)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_are_there_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(stopping, "written", [])
+
+    def command() -> None:
+        output.write_whole(tmp_path / "data.json", b"{}")
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        stopping.told(command)()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == f"skipless: stopped; written: {tmp_path / 'data.json'}\n"
+    with pytest.raises(SystemExit):
+        stopping.told(command, "stopped; the same command goes on from there")()
+    assert capsys.readouterr().err == "skipless: stopped; the same command goes on from there\n"
+
+
+def test_a_file_in_the_making_is_taken_away(tmp_path, monkeypatch):
+    def interrupt(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("skipless.data.shards.os.fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        output.write_whole(tmp_path / "data.json", b"{}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_ignores_it_goes_on(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stopping.stoppable():
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
