@@ -47,6 +47,48 @@ def test_tensors_that_do_not_lie_in_rows_are_copied():
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16])
+@pytest.mark.parametrize(
+    ("shape", "heads", "kv_heads", "queries", "keys"),
+    [
+        (SHAPES["exponential"], 4, 2, 1, 200),
+        (SHAPES["uniform"], 4, 1, 3, 300),
+        (AlibiShape(4), 4, 4, 5, 130),
+        (AlibiShape(2, causal=False), 2, 2, 2, 65),
+    ],
+)
+def test_decoding_shares_out_the_keys(monkeypatch, shape, heads, kv_heads, queries, keys, dtype):
+    from skipless.ops.triton import decode
+
+    monkeypatch.setattr(decode, "_KEYS_PER_SHARE", 64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(keys)
+    sizes = [(2, heads, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16)]
+    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    assert decode.applies(q, k, needs_grad=False)
+    assert decode.shares_of(keys, kv_heads, 2)[0] > 1
+    mask = torch.ones(2, keys, dtype=torch.long, device=device)
+    mask[1, : keys // 2] = 0
+    for layout in (None, Layout.left_padded(mask, queries)):
+        options = {"layout": layout}
+        got = shaped_attention(q, k, v, shape, impl="triton", **options)
+        wide = [t.double() for t in (q, k, v)]
+        truth = shaped_attention(*wide, shape, impl="reference", **options)
+        plain = shaped_attention(q, k, v, shape, impl="reference", **options)
+        assert (got - truth).norm() <= 2 * (plain - truth).norm()
+
+
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 257, 100_000])
+@pytest.mark.parametrize(("heads", "batch"), [(1, 1), (8, 1), (8, 64)])
+def test_shares_cover_every_key_once(keys, heads, batch):
+    from skipless.ops.triton import decode
+
+    number, each = decode.shares_of(keys, heads, batch)
+    assert (number - 1) * each < keys <= number * each
+    assert each % 64 == 0
+    assert number == 1 or number * heads * batch <= 264
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("length", [100_000, 2**20])

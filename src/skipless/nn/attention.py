@@ -169,13 +169,13 @@ class ShapedAttention(nn.Module):
             old[name].copy_(tensor)
 
     def _linear_parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x times the three matrices; in compiled code as one product, which joining the weights costs nothing there.
+        """x times the three matrices; in compiled training as one product, where joining the weights costs nothing.
 
         Modules in their place, or hooks on them, are called as they are.
         """
         layers = (self.query, self.key, self.value)
         plain = all(type(layer) is nn.Linear and not layer._forward_hooks for layer in layers)
-        if not (plain and torch.compiler.is_compiling()):
+        if not (plain and torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return tuple(layer(x) for layer in layers)
         together = nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
         return together.split([layer.out_features for layer in layers], dim=-1)

@@ -105,10 +105,10 @@ def prepare(request: Request, impl: str) -> Layout | None:
 def choose(request: Request) -> tuple[str, str]:
     """What impl="auto" runs, and why."""
     queries, keys = request.q.shape[2], request.k.shape[2]
-    if request.q.is_cuda and queries > _DECODING_QUERIES and not sdpa.needs_no_bias(request):
+    if request.q.is_cuda and not sdpa.needs_no_bias(request):
         if (why := triton.refusal(request)) is None:
             return "triton", "on a GPU the fused kernels are the fastest, and make no T×T tensor"
-        if flex.refusal(request) is None:
+        if queries > _DECODING_QUERIES and flex.refusal(request) is None:
             return "flex", f"triton cannot: {why}"
     if (why := flex.refusal(request)) is not None:
         return "sdpa", f"flex cannot: {why}"

@@ -15,11 +15,14 @@ _WIDTHS = (16, 32, 64, 128, 256)
 
 def attend(request: Request) -> Tensor:
     """D·softmax(q kᵀ·scale + B)·v. Needs O(T) beside q, k, v and the output: one number per query, and the vectors."""
-    from skipless.ops.triton import op
+    from skipless.ops.triton import decode, op
 
     q, k, v, parts = request.q, request.k, request.v, request.parts
     vectors = [t.contiguous() for t in (parts.slope, parts.column, parts.diagonal, parts.row_scale)]
-    return op.shaped_attention(q, k, v, vectors, parts.row, _placed(request), parts.causal)[0]
+    arguments = (q, k, v, vectors, parts.row, _placed(request), parts.causal)
+    if decode.applies(q, k, request.needs_grad) and q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        return decode.shaped_decoding(*arguments)
+    return op.shaped_attention(*arguments)[0]
 
 
 def prepare(request: Request) -> Layout | None:

@@ -64,7 +64,7 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, launch: Launch) -> None:
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
     forward[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
-        q, out, _strides(q, out), _descriptor(k, launch.keys), _descriptor(v, launch.keys), lse, shape, layout, *rest,
+        q, out, strides_of(q, out), _descriptor(k, launch.keys), _descriptor(v, launch.keys), lse, shape, layout, *rest,
         **call.constants(), **_options(launch),
     )  # fmt: skip
 
@@ -74,7 +74,7 @@ def run_products(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> None:
     shape, layout, q_length, k_length, count, _ = call.common()
     constants: dict = {"LAYOUT": bool(call.places), "WIDTH": out.shape[3], "BLOCK_M": _ROWS_PER_PRODUCT}
     gradient.row_products[_tiles(q_length, _ROWS_PER_PRODUCT), out.shape[1], out.shape[0]](
-        (out, dout), _strides(out, dout), delta, shape[4], layout[0], q_length, k_length - q_length, count,
+        (out, dout), strides_of(out, dout), delta, shape[4], layout[0], q_length, k_length - q_length, count,
         **constants,
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def run_key_side(call: Call, dout: Tensor, sums: tuple, gradients: tuple, launch
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
     gradient.key_side[_tiles(k.shape[2], launch.keys), k.shape[1], k.shape[0]](
-        k, v, _strides(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries),
+        k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries),
         sums, gradients, shape, layout, *rest, **call.constants(), **_options(launch),
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def run_query_side(call: Call, dout: Tensor, sums: tuple, dq: Tensor, launch: La
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
     gradient.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
-        q, dout, dq, _strides(q, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
+        q, dout, dq, strides_of(q, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
         sums, shape, layout, *rest, **call.constants(), **_options(launch),
     )  # fmt: skip
 
@@ -112,7 +112,8 @@ def _tiles(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def _strides(*tensors: Tensor) -> tuple:
+def strides_of(*tensors: Tensor) -> tuple:
+    """Those of batch, head and token, of each."""
     return tuple(tuple(t.stride()[:3]) for t in tensors)
 
 
@@ -139,7 +140,7 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor) if tensor.stride(3) == 1 else tensor.new_empty(tensor.shape)
 
 
-def _by_token(q: Tensor) -> Tensor:
+def by_token(q: Tensor) -> Tensor:
     """Empty, with the heads of a token side by side, as the matrix after attention reads them."""
     batch, heads, length, width = q.shape
     return q.new_empty(batch, length, heads, width).transpose(1, 2)
@@ -150,7 +151,7 @@ def shaped_attention(
     q: Tensor, k: Tensor, v: Tensor, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool
 ) -> tuple[Tensor, Tensor]:
     """(out, lse − log₂D in exponents of 2)."""
-    out = _by_token(q)
+    out = by_token(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     call = Call(aligned(q), aligned(k), aligned(v), vectors, row, places, causal)
     with torch.cuda.device_of(q):
@@ -176,7 +177,7 @@ def shaped_attention_backward(
 
 @shaped_attention.register_fake
 def _(q, k, v, vectors, row, places, causal):
-    return _by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @shaped_attention_backward.register_fake

@@ -1,0 +1,92 @@
+"""The decoding kernel: a few queries against many keys, which several programs share between them.
+
+All query heads of one key head are rows of one tile, so that keys and values are read once. Each program takes a share
+of the keys, and a second kernel joins the shares by their maxima, as the forward kernel joins tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from skipless.ops.triton import tile
+
+
+@triton.jit
+def query_rows(shape, queries, head, batch, length, past, count, GROUPS: tl.constexpr, SLOPES: tl.constexpr,
+               LAYOUT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Row r is query r mod T_q of query head r div T_q: its head, index, slope and (i, document, row, diagonal)."""
+    r = tl.arange(0, ROWS)
+    member, index = r // length, r % length
+    one = head * GROUPS + tl.minimum(member, GROUPS - 1)
+    slope = tl.load(shape[0] + one * SLOPES).to(tl.float32) * tile.LOG2E
+    i, document = tile.place(queries, batch, index, length, past, LAYOUT)
+    row, diagonal = tile.entries(shape[3], i, count), tile.entries(shape[2], i, count)
+    return one, index, slope[:, None], (i[:, None], document[:, None], row[:, None], diagonal[:, None])
+
+
+@triton.jit
+def share(
+    q, k, v, strides, shares, shape, layout, q_length, k_length, each, count, scale,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One share of `each` keys of one key head: sums of weighted values, of weights, and the maximum, by row."""
+    number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    past = k_length - q_length
+    one, index, slope, own = query_rows(
+        shape, layout[0], head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS
+    )
+    i, document, row, diagonal = own
+    features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
+    at = q + batch.to(tl.int64) * strides[0][0] + one[:, None] * strides[0][1] + index[:, None] * strides[0][2]
+    queries = tl.load(at + features, mask=r[:, None] < GROUPS * q_length, other=0.0)
+    k, v = tile.head_of(k, strides[1], batch, head), tile.head_of(v, strides[2], batch, head)
+    acc, total = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for start in tl.range(number * each, tl.minimum((number + 1) * each, k_length), BLOCK_N):
+        j, j_document = tile.place(layout[1], batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
+        j, j_document = j[None, :], j_document[None, :]
+        terms = tile.entries(shape[1], j, count)
+        seen = tile.visible(i, j, document, j_document, CAUSAL, LAYOUT)
+        keys = tile.tokens(k, strides[1][2], start, k_length, BLOCK_N, WIDTH)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = tile.exponent(scores, i, j, terms, diagonal, slope, seen, ROW, False, True)
+        peak = scores + tile.near_bias(i, j, terms, row, diagonal, True) if ROW else scores
+        highest = tl.maximum(top, tl.max(peak, 1))
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        weights = tl.exp2(scores - shift[:, None])
+        if ROW:
+            weights = weights * tile.factor(i, j, terms, row, diagonal, True)
+        shrink, top = tl.exp2(top - shift), highest
+        total = total * shrink + tl.sum(weights, 1)
+        values = tile.tokens(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+    slot = ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + number) * ROWS + r
+    tl.store(shares[0] + slot[:, None] * WIDTH + features, acc)
+    tl.store(shares[1] + slot, total)
+    tl.store(shares[2] + slot, top)
+
+
+@triton.jit
+def join(
+    shares, out, strides, shape, queries, q_length, past, count, number,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, LAYOUT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The output of one key head's rows, from all `number` shares."""
+    head, batch = tl.program_id(0), tl.program_id(1)
+    one, index, _, own = query_rows(shape, queries, head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS)
+    features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
+    acc, total = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for share in tl.range(0, number):
+        slot = ((batch * tl.num_programs(0) + head) * number + share) * ROWS + r
+        peak = tl.load(shares[2] + slot)
+        highest = tl.maximum(top, peak)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        old, new = tl.exp2(top - shift), tl.exp2(peak - shift)
+        acc = acc * old[:, None] + tl.load(shares[0] + slot[:, None] * WIDTH + features) * new[:, None]
+        total = total * old + tl.load(shares[1] + slot) * new
+        top = highest
+    size = tl.load(shape[4] + tl.minimum(own[0], count - 1)).to(tl.float32)
+    values = tl.where(total[:, None] > 0.0, acc / tl.where(total > 0.0, total, 1.0)[:, None] * size, 0.0)
+    at = out + batch.to(tl.int64) * strides[0] + one[:, None] * strides[1] + index[:, None] * strides[2]
+    tl.store(at + features, values.to(out.dtype.element_ty), mask=r[:, None] < GROUPS * q_length)

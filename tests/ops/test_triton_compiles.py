@@ -1,0 +1,68 @@
+"""Every Triton kernel compiles for a Hopper GPU, which needs none: the interpreter takes what the compiler may not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from skipless.ops import triton
+
+SCRIPT = """
+import sys, torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from skipless.ops import ShapeParts
+from skipless.ops.triton import backward, decode, decoding, op
+from skipless.ops.triton.forward import forward
+from skipless.theory.shapes import ExponentialShape, UniformShape
+
+class Hopper:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device=None: 0
+    get_active_torch_device = lambda self: torch.device("cpu")
+
+driver.set_active(Hopper())
+
+class Launched:
+    '''A kernel that is compiled where it would be launched.'''
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        return lambda *args, **options: compiled.append(self.kernel.warmup(*args, grid=grid, **options))
+
+compiled = []
+op.forward = Launched(forward)
+for module, names in ((backward, ("row_products", "key_side", "query_side")), (decoding, ("share", "join"))):
+    for name in names:
+        setattr(module, name, Launched(getattr(module, name)))
+torch.cuda.device_of = lambda tensor: __import__("contextlib").nullcontext()
+
+shapes = {"e-spa": ExponentialShape.between(0.05, 0.04), "u-spa": UniformShape(0.7, 0.75)}
+width, shape = int(sys.argv[1]), shapes[sys.argv[2]]
+q, k, v, dout = (torch.empty(2, 256, 4, width, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
+parts = ShapeParts.of(shape, 256)
+rest = ([parts.slope, parts.column, parts.diagonal, parts.row_scale], parts.row, [], True)
+out, lse = op.shaped_attention._init_fn(q, k, v, *rest)
+op.shaped_attention_backward._init_fn(dout, q, k, v, out, lse, *rest)
+decode.shaped_decoding._init_fn(q[:, :, :1], k, v, *rest)
+assert len(compiled) == 6, len(compiled)
+print([(kernel.name, kernel.metadata.shared) for kernel in compiled])
+assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)
+"""
+
+
+@pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+@pytest.mark.parametrize(("width", "kind"), [(64, "u-spa"), (128, "e-spa")])
+def test_kernels_compile_for_a_gpu_that_is_not_here(width, kind, tmp_path):
+    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(width), kind],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
