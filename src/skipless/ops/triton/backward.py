@@ -12,21 +12,10 @@ from skipless.ops.triton.forward import key_span, query_rows
 
 
 @triton.jit
-def row_products(tensors, strides, delta, row_scale, places, q_length, past, count,
-                 LAYOUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """δ of one tile of queries, from out and dout."""
-    number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = number * BLOCK_M
-    index = start + tl.arange(0, BLOCK_M)
-    out, dout = tensors
-    out, dout = tile.head_of(out, strides[0], batch, head), tile.head_of(dout, strides[1], batch, head)
-    out = tile.tokens(out, strides[0][2], start, q_length, BLOCK_M, WIDTH)
-    dout = tile.tokens(dout, strides[1][2], start, q_length, BLOCK_M, WIDTH)
-    i, _ = tile.place(places, batch, index, q_length, past, LAYOUT)
+def row_products(out, dout, row_scale, i, count):
+    """δ of a tile of queries."""
     size = tl.load(row_scale + tl.minimum(i, count - 1)).to(tl.float32)
-    products = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) / size
-    at = delta + (batch.to(tl.int64) * tl.num_programs(1) + head) * q_length + index
-    tl.store(at, products, mask=index < q_length)
+    return tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) / size
 
 
 @triton.jit
@@ -155,24 +144,29 @@ def gather_keys(
 
 @triton.jit
 def query_side(
-    q, dout, dq, strides, k, v, sums, shape, layout, q_length, k_length, count, scale,
+    q, out, dout, dq, strides, k, v, sums, shape, layout, q_length, k_length, count, scale,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, the last tile first. k and v are tensor descriptors; strides: of q, dout, dq."""
+    """dq of one tile of queries, the last tile first; and its δ, which the key side reads.
+
+    k and v are tensor descriptors. sums: lse, δ. strides: of q, out, dout, dq.
+    """
     number, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slope, index, i, rows = query_rows(
         shape, layout, number, head, batch, q_length, k_length, count, SLOPES, LAYOUT, RELATIVE, BLOCK_M
     )
     start = number * BLOCK_M
     q = tile.tokens(tile.head_of(q, strides[0], batch, head), strides[0][2], start, q_length, BLOCK_M, WIDTH)
-    dout = tile.tokens(tile.head_of(dout, strides[1], batch, head), strides[1][2], start, q_length, BLOCK_M, WIDTH)
+    out = tile.tokens(tile.head_of(out, strides[1], batch, head), strides[1][2], start, q_length, BLOCK_M, WIDTH)
+    dout = tile.tokens(tile.head_of(dout, strides[2], batch, head), strides[2][2], start, q_length, BLOCK_M, WIDTH)
     line = (batch.to(tl.int64) * tl.num_programs(1) + head) * q_length
     inside = index < q_length
     lse = tl.load(sums[0] + line + index, mask=inside, other=float("inf"))
     lse += tile.row_frame(i, slope, rows[4], RELATIVE)
-    products = tl.load(sums[1] + line + index, mask=inside, other=0.0)
+    products = row_products(out, dout, shape[4], i, count)
+    tl.store(sums[1] + line + index, products, mask=inside)
     upstream = (dout, lse[:, None], products[:, None])
     sources, vectors, places = (k, v, head // GROUPS, k_length), (shape[1], count, slope), (layout[1], batch)
     first, edge, last = key_span(layout[2], batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
@@ -182,4 +176,4 @@ def query_side(
                             LAYOUT, RELATIVE, False, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
     total = gather_keys(total, q, upstream, rows, sources, vectors, places, (edge, last), scale, CAUSAL, ROW, LAYOUT,
                         RELATIVE, True, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
-    tile.keep(dq, strides[2], batch, head, start, q_length, total * (scale / tile.LOG2E), BLOCK_M, WIDTH)
+    tile.keep(dq, strides[3], batch, head, start, q_length, total * (scale / tile.LOG2E), BLOCK_M, WIDTH)

@@ -13,7 +13,6 @@ from skipless.ops.triton.forward import forward
 from skipless.ops.triton.sizes import Launch, sizes
 from skipless.ops.triton.tile import LOG2E
 
-_ROWS_PER_PRODUCT = 64
 _ALIGNMENT = 16
 
 
@@ -69,16 +68,6 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, launch: Launch) -> None:
     )  # fmt: skip
 
 
-def run_products(call: Call, out: Tensor, dout: Tensor, delta: Tensor) -> None:
-    """Fill δ."""
-    shape, layout, q_length, k_length, count, _ = call.common()
-    constants: dict = {"LAYOUT": bool(call.places), "WIDTH": out.shape[3], "BLOCK_M": _ROWS_PER_PRODUCT}
-    gradient.row_products[_tiles(q_length, _ROWS_PER_PRODUCT), out.shape[1], out.shape[0]](
-        (out, dout), strides_of(out, dout), delta, shape[4], layout[0], q_length, k_length - q_length, count,
-        **constants,
-    )  # fmt: skip
-
-
 def run_key_side(call: Call, dout: Tensor, sums: tuple, gradients: tuple, launch: Launch) -> None:
     """Fill dk and dv, from lse and δ."""
     shape, layout, *rest = call.common()
@@ -89,12 +78,12 @@ def run_key_side(call: Call, dout: Tensor, sums: tuple, gradients: tuple, launch
     )  # fmt: skip
 
 
-def run_query_side(call: Call, dout: Tensor, sums: tuple, dq: Tensor, launch: Launch) -> None:
-    """Fill dq, from lse and δ."""
+def run_query_side(call: Call, out: Tensor, dout: Tensor, sums: tuple, dq: Tensor, launch: Launch) -> None:
+    """Fill dq and δ, from lse."""
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
     gradient.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
-        q, dout, dq, strides_of(q, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
+        q, out, dout, dq, strides_of(q, out, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
         sums, shape, layout, *rest, **call.constants(), **_options(launch),
     )  # fmt: skip
 
@@ -169,9 +158,8 @@ def shaped_attention_backward(
     call, dout = Call(aligned(q), aligned(k), aligned(v), vectors, row, places, causal), aligned(dout)
     size = sizes(q.shape[3], q.dtype)
     with torch.cuda.device_of(q):
-        run_products(call, out, dout, delta)
+        run_query_side(call, out, dout, (lse, delta), gradients[0], size.query_side)
         run_key_side(call, dout, (lse, delta), gradients[1:], size.key_side)
-        run_query_side(call, dout, (lse, delta), gradients[0], size.query_side)
     return gradients
 
 
