@@ -29,6 +29,14 @@ class BlockCache:
         self.length = end
         return keys[:, :, :end], values[:, :, :end]
 
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots, those not yet filled included, whose values mean nothing but are finite."""
+        if self._keys is None or self._values is None:
+            raise ValueError("the cache holds nothing yet; decode a prompt first")
+        for buffer in (self._keys, self._values):
+            buffer[:, :, self.length :] = 0.0
+        return self._keys, self._values
+
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row rows[b] was; there may be more or fewer rows than before."""
         if self._keys is not None and self._values is not None:

@@ -1,6 +1,6 @@
 """Text from a trained model: `generate` returns whole sequences, `stream` yields tokens as they come."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from skipless.model.cache import KVCache, check_decodable, decode
+from skipless.model.replay import ReplayedStep, replays
 
 if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
@@ -101,16 +102,23 @@ def stream(
         logits = decode(model, tokens, cache, attention_mask=attention_mask, last_only=True)
         ends = torch.tensor(sorted(stop), device=tokens.device, dtype=tokens.dtype)
         token, ended = tokens[:, -1], torch.zeros_like(tokens[:, -1], dtype=torch.bool)
+        follow = next_logits(model, cache, replays(model, tokens, max_new_tokens))
         for step in range(max_new_tokens):
-            if step:
-                logits = decode(model, token[:, None], cache, last_only=True)
-            token = torch.where(ended, token, sampling.pick(logits[:, -1], generator).to(tokens.dtype))
+            newest = follow(token) if step else logits[:, -1]
+            token = torch.where(ended, token, sampling.pick(newest, generator).to(tokens.dtype))
             yield token
             ended = ended | torch.isin(token, ends)
             if len(stop) and bool(ended.all()):
                 return
 
     return steps()
+
+
+def next_logits(model: "Transformer", cache: KVCache, replayed: bool) -> Callable[[Tensor], Tensor]:
+    """A function from the last tokens (batch,) to the logits of the next, which fills the cache as it goes."""
+    if replayed:
+        return ReplayedStep(model, cache)
+    return lambda token: decode(model, token[:, None], cache, last_only=True)[:, -1]
 
 
 def _check_values(model: "Transformer", tokens: Tensor, max_new_tokens: int, stop: Collection[int]) -> None:

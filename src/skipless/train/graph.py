@@ -2,22 +2,21 @@
 
 import gc
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from skipless.data.loader import Batch
+from skipless.model.recording import CudaRecorder, Recorder, Replay
 from skipless.model.transformer import Transformer
 from skipless.train.config import Experiment
 from skipless.train.distributed import World
 from skipless.train.step import TrainStep
 
 logger = logging.getLogger("skipless")
-Replay = Callable[[], tuple[Tensor, ...]]
 
 # Compiling takes the first; torch asks for a few before capture, in which libraries set themselves up.
 _WARM_UP = 3
@@ -44,45 +43,6 @@ def chosen(experiment: Experiment, world: World) -> bool:
     if choice == "auto" and why is not None:
         logger.info("train.cuda_graph='auto' runs the step without a CUDA graph: %s", why)
     return choice != "off" and why is None
-
-
-class Recorder(Protocol):
-    """What makes a graph of a function that reads and writes fixed tensors."""
-
-    def warm_up(self, function: Callable[[], object]) -> None:
-        """Run the function where it will be captured."""
-        ...
-
-    def capture(self, function: Replay) -> Replay:
-        """The function's work as one call, which returns the same tensors each time; nothing runs yet."""
-        ...
-
-
-class CudaRecorder:
-    """Captures on the stream that it warms up on, since a backward pass runs on the stream of its forward pass."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-
-    def warm_up(self, function: Callable[[], object]) -> None:
-        """Run the function on the side stream, in order with the current one."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            function()
-        current.wait_stream(self._stream)
-
-    def capture(self, function: Replay) -> Replay:
-        """Errors are looked for in this thread only: the loader's own thread may pin memory meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            outputs = function()
-
-        def replay() -> tuple[Tensor, ...]:
-            graph.replay()
-            return outputs
-
-        return replay
 
 
 class GraphedStep:

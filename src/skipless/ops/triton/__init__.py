@@ -7,7 +7,7 @@ from torch import Tensor
 
 from skipless.ops.layout import Layout
 from skipless.ops.request import Request
-from skipless.ops.triton.places import places
+from skipless.ops.triton.places import places, sides
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 _WIDTHS = (16, 32, 64, 128, 256)
@@ -19,10 +19,10 @@ def attend(request: Request) -> Tensor:
 
     q, k, v, parts = request.q, request.k, request.v, request.parts
     vectors = [t.contiguous() for t in (parts.slope, parts.column, parts.diagonal, parts.row_scale)]
-    arguments = (q, k, v, vectors, parts.row, _placed(request), parts.causal)
     if decode.applies(q, k, request.needs_grad) and q.stride(3) == k.stride(3) == v.stride(3) == 1:
-        return decode.shaped_decoding(*arguments)
-    return op.shaped_attention(*arguments)[0]
+        placed = [] if request.in_order or request.layout is None else [*sides(request.layout, q.shape[0])] * 2
+        return decode.shaped_decoding(q, k, v, vectors, parts.row, placed, parts.causal)
+    return op.shaped_attention(q, k, v, vectors, parts.row, _placed(request), parts.causal)[0]
 
 
 def prepare(request: Request) -> Layout | None:

@@ -1,13 +1,16 @@
 """A layout as the kernels read it: locations and documents in int32, and which stretch of the other side each block of
 128 queries or keys has anything to do with."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from skipless.ops.blocks import BLOCK, visited
 from skipless.ops.layout import PADDING, Layout
+
+T = TypeVar("T")
 
 
 class Places(NamedTuple):
@@ -24,17 +27,31 @@ class Places(NamedTuple):
 def places(layout: Layout, batch: int, causal: bool) -> Places:
     """Of a layout with one row for each row of the batch; kept in the layout's memo for the other blocks."""
     layout = layout.for_rows(batch)
-    key = ("triton", causal)
+
+    def make() -> Places:
+        partial, full = visited(layout, causal)
+        seen = partial | full
+        keys = _ranges(seen, layout.key_locations.shape[1])
+        return Places(*sides(layout, batch), keys, _ranges(seen.mT, layout.query_locations.shape[1]))
+
+    return _kept(layout, ("triton", causal), make)
+
+
+def sides(layout: Layout, batch: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys alone: what decoding needs, which visits every key."""
+    layout = layout.for_rows(batch)
+
+    def make() -> tuple[Tensor, Tensor]:
+        queries = _side(layout.query_locations, layout.query_documents)
+        return queries, _side(layout.key_locations, layout.key_documents)
+
+    return _kept(layout, ("triton", "sides"), make)
+
+
+def _kept(layout: Layout, key: tuple, make: Callable[[], T]) -> T:
     if key in layout.memo:
         return layout.memo[key]
-    partial, full = visited(layout, causal)
-    seen = partial | full
-    made = Places(
-        _side(layout.query_locations, layout.query_documents),
-        _side(layout.key_locations, layout.key_documents),
-        _ranges(seen, layout.key_locations.shape[1]),
-        _ranges(seen.mT, layout.query_locations.shape[1]),
-    )
+    made = make()
     if not torch.compiler.is_compiling():
         layout.memo[key] = made
     return made
