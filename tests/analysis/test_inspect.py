@@ -221,15 +221,29 @@ def test_bad_input_is_named():
         inspect(model, ids[:, :1])
     with pytest.raises(ValueError, match=r"labels hold 40000, but the model has 512 classes"):
         inspect(model, ids, labels=ids + 40_000 - ids.max())
-    with pytest.raises(ValueError, match=r"labels hold -\d+.*torch\.int8 holds at most 127"):
-        inspect(model, ids, labels=torch.full_like(ids, 200).to(torch.int8))
+    for wrapped in (200, 156):  # 156 becomes −100, which torch would ignore without a word
+        with pytest.raises(ValueError, match=r"labels are torch\.int8, which holds at most 127.*512 classes"):
+            inspect(model, ids, labels=torch.full_like(ids, wrapped).to(torch.int8))
+    with pytest.raises(ValueError, match=r"labels hold -25536, but the model has 512 classes"):
+        inspect(model, ids, labels=torch.full_like(ids, 40_000).to(torch.int16))
+    with pytest.raises(ValueError, match=r"labels hold 1099511627776"):
+        inspect(model, ids, labels=torch.full_like(ids, 2**40))
+    with pytest.raises(ValueError, match=r"token ids are torch\.int16"):
+        inspect(model, ids.short())
     with pytest.raises(ValueError, match=r"labels are torch\.float32"):
         inspect(model, ids, labels=ids.float())
     with pytest.raises(ValueError, match="token ids run from 0 to 512"):
         inspect(model, torch.tensor([[0, 512]]))
     with pytest.raises(ValueError, match=r"batch is on meta and the model on cpu; move one: batch\.to\('cpu'\)"):
         inspect(model, ids.to("meta"))
+    with pytest.raises(ValueError, match=r"labels is on meta and the model on cpu; move one: labels\.to\('cpu'\)"):
+        inspect(model, ids, labels=ids.to("meta"))
+    with pytest.raises(ValueError, match=r"input_ids is on meta"):
+        inspect(SkiplessForCausalLM.from_native(model), {"input_ids": ids.to("meta")})
     with pytest.raises(ValueError, match="leave one out"):
         inspect(model, ids, labels=ids, loss=lambda out: out.sum())
     with pytest.raises(ValueError, match=r"must be \(rows, T\)"):
         inspect(model, ids[0])
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
+    with pytest.raises(ValueError, match="1 location per row"):
+        inspect(encoder, torch.randn(2, 1, 16))

@@ -6,6 +6,9 @@ import typer
 from typer.testing import CliRunner
 
 from skipless.cli import inspect as cli
+from skipless.cli.inspect_model import Request
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.training import Bytes
 from skipless.hf import SkiplessForCausalLM, byte_tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
@@ -45,16 +48,82 @@ def test_images_are_noise():
 
 
 def test_a_saved_model_reads_a_text(tmp_path):
-    torch.manual_seed(0)
-    native = Transformer(ModelConfig(vocab_size=256, width=32, depth=6, heads=4, length=16, activation="gelu"))
-    SkiplessForCausalLM.from_native(native).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
+    saved(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 10)
     result = invoke(str(tmp_path / "model"), "--text", str(text), "--length", "32")
     assert result.exit_code == 0, result.output
     short = invoke(str(tmp_path / "model"), "--text", str(text), "--length", "5000")
     assert "holds 440 tokens" in str(short.exception)
+
+
+def saved(folder, vocabulary: int = 256, tokenizer: bool = True):
+    torch.manual_seed(0)
+    sizes = {"width": 32, "depth": 6, "heads": 4, "length": 16, "activation": "gelu"}
+    SkiplessForCausalLM.from_native(Transformer(ModelConfig(vocab_size=vocabulary, **sizes))).save_pretrained(folder)
+    if tokenizer:
+        byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def batch_of(**typed) -> torch.Tensor:
+    request = Request(**{"length": 16, "rows": 2, **typed})
+    return request.batch(*request.open())
+
+
+def test_a_corpus_is_read_with_the_models_own_tokenizer(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the quick brown fox")
+    (tmp_path / "text" / "b.txt").write_text("jumps over the lazy dog, and over the fence")
+    got = batch_of(model=saved(tmp_path / "model"), corpus=str(tmp_path / "text"))
+    assert bytes(got.flatten().tolist()) == b"the quick brown foxjumps over the lazy dog"[:32]
+    result = invoke(saved(tmp_path / "model"), "--corpus", "stdlib", "--length", "32")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_family_reads_a_corpus_as_bytes():
+    family = batch_of(model="hf:gpt2", corpus="stdlib", sizes={"depth": 1, "width": 16, "heads": 2})
+    assert family.shape == (2, 16)
+    assert family.max() < 256  # bytes: a family has no tokenizer
+
+
+def test_a_prepared_folder_is_read_as_it_is(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 9)
+    plan = Preparation(str(tmp_path / "text.txt"), tokenizer=Bytes(), valid_fraction=0.0)
+    prepare(plan, tmp_path / "tokens", workers=1)
+    got = batch_of(model=saved(tmp_path / "model"), corpus=str(tmp_path / "tokens"))
+    assert bytes(got[0].tolist()) == b"the quick brown "
+    named = batch_of(
+        model=saved(tmp_path / "bare", tokenizer=False),
+        corpus=str(tmp_path / "text.txt"),
+        tokenizer=str(tmp_path / "tokens"),
+    )
+    assert torch.equal(named, got)
+    with pytest.raises(ValueError, match="prepared with 256 tokens and the model knows 97"):
+        batch_of(model=saved(tmp_path / "small", 97), corpus=str(tmp_path / "tokens"))
+
+
+def test_what_a_text_can_have_wrong_with_it(tmp_path):
+    model = saved(tmp_path / "model")
+    for typed, message in [
+        ({"corpus": "nosuch"}, "no corpus 'nosuch'.*stdlib"),
+        ({"text": tmp_path / "nosuch"}, "which is no file"),
+        ({"text": tmp_path / "binary.txt"}, "not UTF-8 text"),
+        ({"corpus": "stdlib", "text": tmp_path / "x.txt"}, "both given"),
+        ({"tokenizer": "bytes"}, "no text is read"),
+        ({"corpus": str(tmp_path / "short.txt")}, "holds 20 tokens; 2 rows of 16 need 32: .* --batch 1"),
+        ({"corpus": "stdlib", "model": saved(tmp_path / "bare", tokenizer=False)}, "holds no tokenizer"),
+        ({"corpus": "stdlib", "model": saved(tmp_path / "small", 97)}, "has token .* but the model knows 97"),
+        (
+            {"corpus": "stdlib", "model": saved(tmp_path / "small", 97), "tokenizer": "bytes"},
+            "has 256 tokens and the model knows 97",
+        ),
+        ({"corpus": "stdlib", "model": "hf:vit"}, "reads images"),
+    ]:
+        (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+        (tmp_path / "short.txt").write_text("twenty characters ok")
+        with pytest.raises(ValueError, match=message):
+            batch_of(**{"model": model, **typed})
 
 
 @pytest.mark.parametrize(
@@ -65,6 +134,8 @@ def test_a_saved_model_reads_a_text(tmp_path):
         (("hf:gpt2", "--length", "1"), "at least 2"),
         (("hf:gpt2", "--length", "5000", "--depth", "2", "--width", "16", "--heads", "2"), "has 1024 positions"),
         (("wikitext103/e-spa", "--figure", "x.bmp"), "must end in"),
+        (("wikitext103/e-spa", "--device", "gpu"), "torch does not know; use cpu, cuda"),
+        (("wikitext103/e-spa", "--device", "cuda:97"), "GPUs; use --device"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -1,21 +1,29 @@
-"""Numbers that describe one activation tensor, row by row: the memory of one T×T kernel, whatever the batch."""
+"""Numbers that describe one activation tensor: a few rows at a time, in a bounded amount of memory.
+
+Nothing here waits for a GPU: `describe` leaves its results on the device, and `Described.numbers` fetches them.
+"""
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from skipless.analysis import spectrum
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 PICTURE = 128  # locations of the kernel that is kept for the eye
+SPECTRAL_ROWS = 2  # rows whose spectrum is taken: its cost is cubic, and rows of one batch differ little
+_CHUNK = 2**25  # bytes of a chunk's float64 rows or kernels, of which a handful of copies exist at a time
 
 
 @dataclass(frozen=True, eq=False)
 class ActivationStats:
     """Fields as in BlockSignal; norms by location, (T,); picture: cosines of the first row's first locations.
 
-    Means over rows; norm_min, norm_max and outlier are extremes over them. kernel is the mean Σ, where asked for.
+    Means over rows; norm_min, norm_max and outlier are extremes over them; ranks are of the first two rows.
     """
 
     norm_min: float
@@ -30,7 +38,6 @@ class ActivationStats:
     outlier: float
     norms: np.ndarray
     picture: np.ndarray | None = None
-    kernel: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,79 +53,114 @@ class Wanted:
     keep: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Described:
+    """Statistics on their device: values (rows, 12), norms (rows, T) with NaN at padding, kernel the mean Σ."""
+
+    values: Tensor
+    norms: Tensor
+    ranks: Callable[[], spectrum.Ranks]
+    picture: Tensor | None = None
+    kernel: Tensor | None = None
+
+    def numbers(self) -> ActivationStats:
+        """Fetched and averaged over rows."""
+        values = self.values.cpu().numpy()
+        mean = [float(value) for value in values.mean(axis=0)]
+        effective, stable = self.ranks()
+        return ActivationStats(
+            norm_min=float(values[:, 0].min()),
+            norm_mean=mean[1],
+            norm_max=float(values[:, 2].max()),
+            cosine_mean=mean[3],
+            cosine_quantiles=tuple(mean[4:9]),
+            effective_rank=effective,
+            stable_rank=stable,
+            collapse=mean[9],
+            kurtosis=mean[10],
+            outlier=float(values[:, 11].max()),
+            norms=_mean_over_rows(self.norms.cpu().numpy()),
+            picture=None if self.picture is None else self.picture.cpu().numpy(),
+        )
+
+
 @torch.no_grad()
-def describe(x: Tensor, wanted: Wanted) -> ActivationStats:
+def describe(x: Tensor, wanted: Wanted) -> Described:
     """The statistics of activations (batch, T, width), in float64 where the device has it."""
-    rows = range(min(len(x), wanted.rows or len(x)))
-    numbers, norms, pictures, total = [], [], [], None
-    for index in rows:
-        row = x[index] if wanted.keep is None else x[index][wanted.keep[index].to(x.device)]
-        row = row.to(wide(x))
-        gram = row @ row.T / row.shape[-1]
-        numbers.append(_numbers(row, gram, wanted.spectrum))
-        norms.append(_spread_out(torch.diagonal(gram), wanted.keep, index))
-        if wanted.picture and index == 0:
-            pictures.append(cosines(gram[:PICTURE, :PICTURE]).float().cpu().numpy())
+    x = x[: wanted.rows] if wanted.rows else x
+    values, norms, spectral, picture, total = [], [], [], None, None
+    for first, rows in _chunks(x, wanted.keep):
+        gram = rows @ rows.mT / rows.shape[-1]
+        values.append(_values(rows, gram))
+        norms.append(_spread_out(torch.diagonal(gram, dim1=-2, dim2=-1), wanted.keep, first))
+        if wanted.spectrum:
+            spectral += [_smaller(row, k) for row, k in zip(rows, gram, strict=True)][: SPECTRAL_ROWS - len(spectral)]
+        if wanted.picture and first == 0:
+            picture = cosines(gram[0, :PICTURE, :PICTURE]).float()
         if wanted.kernel:
-            total = gram if total is None else total + gram
-    by_location = torch.stack(norms).cpu().numpy()
-    return _average(
-        np.array(numbers),
-        _mean_over_rows(by_location),
-        pictures[0] if pictures else None,
-        None if total is None else (total / len(rows)).double().cpu().numpy(),
-    )
+            total = gram.sum(0) if total is None else total + gram.sum(0)
+    kernel = None if total is None else total / len(x)
+    return Described(torch.cat(values), torch.cat(norms), spectrum.later(spectral), picture, kernel)
 
 
 def cosines(gram: Tensor) -> Tensor:
     """Σ_ij / √(Σ_ii Σ_jj); NaN where a norm is zero."""
-    scale = torch.diagonal(gram).sqrt()
-    return gram / (scale[:, None] * scale[None, :])
+    scale = torch.diagonal(gram, dim1=-2, dim2=-1).sqrt()
+    return gram / (scale[..., :, None] * scale[..., None, :])
 
 
-def _numbers(row: Tensor, gram: Tensor, spectrum: bool) -> list[float]:
-    """[norm min, mean, max, cosine mean, five quantiles, effective rank, stable rank, collapse, kurtosis, outlier]."""
-    length = len(row)
-    norm = torch.diagonal(gram)
-    pairs = cosines(gram)[torch.ones_like(gram, dtype=torch.bool).triu(1)]
-    share = gram.mean() * length / norm.sum()
-    centred = row - row.mean()
-    variance = centred.square().mean()
-    numbers = [
-        norm.min(),
-        norm.mean(),
-        norm.max(),
-        pairs.mean(),
-        *_quantiles(pairs),
-        *(_ranks(row, gram) if spectrum else (norm.new_tensor(math.nan),) * 2),
-        (1.0 - share).clamp(min=0.0).sqrt(),
-        centred.pow(4).mean() / variance.square(),
-        row.abs().max() / row.square().mean().sqrt(),
-    ]
-    return torch.stack(numbers).tolist()
+def _chunks(x: Tensor, keep: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    """(index of the first row, rows (n, T, width)) in the wide dtype; one row at a time where padding differs."""
+    if keep is not None:
+        for index in range(len(x)):
+            yield index, x[index][keep[index].to(x.device)][None].to(wide(x))
+        return
+    _, length, width = x.shape
+    step = max(_CHUNK // (8 * length * max(length, width)), 1)
+    for first in range(0, len(x), step):
+        yield first, x[first : first + step].to(wide(x))
+
+
+def _values(rows: Tensor, gram: Tensor) -> Tensor:
+    """(n, 12): norm min, mean, max, cosine mean, five quantiles, collapse, kurtosis, outlier."""
+    length = rows.shape[-2]
+    norm = torch.diagonal(gram, dim1=-2, dim2=-1)
+    above, right = torch.triu_indices(length, length, 1, device=gram.device)
+    pairs = cosines(gram)[:, above, right]
+    share = gram.mean((-2, -1)) * length / norm.sum(-1)
+    flat = rows.flatten(1)
+    square = (flat - flat.mean(-1, keepdim=True)).square_()
+    return torch.stack(
+        [
+            norm.amin(-1),
+            norm.mean(-1),
+            norm.amax(-1),
+            pairs.mean(-1),
+            *_quantiles(pairs),
+            (1.0 - share).clamp(min=0.0).sqrt(),
+            square.square().mean(-1) / square.mean(-1).square(),
+            torch.maximum(flat.amax(-1), -flat.amin(-1)) / (norm.mean(-1)).sqrt(),
+        ],
+        dim=-1,
+    )
 
 
 def _quantiles(pairs: Tensor) -> list[Tensor]:
     """By linear interpolation, as numpy; by hand because torch.quantile refuses more than 16 million values."""
     ordered = pairs.sort().values
+    count = ordered.shape[-1]
     found = []
     for share in QUANTILES:
-        at = share * (len(ordered) - 1)
+        at = share * (count - 1)
         below = int(at)
-        above = min(below + 1, len(ordered) - 1)
-        found.append(ordered[below] + (at - below) * (ordered[above] - ordered[below]))
+        above = min(below + 1, count - 1)
+        found.append(ordered[:, below] + (at - below) * (ordered[:, above] - ordered[:, below]))
     return found
 
 
-def _ranks(row: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """(exp of the spectrum's entropy, tr Σ / λ_max), by the smaller of XXᵀ and XᵀX, whose non-zero spectra agree."""
-    small = gram if len(row) <= row.shape[-1] else row.T @ row
-    if not bool(torch.isfinite(small).all()):
-        nan = gram.new_tensor(math.nan)
-        return nan, nan
-    values = torch.linalg.eigvalsh(small).clamp(min=0.0)
-    share = values / values.sum()
-    return torch.special.entr(share).sum().exp(), 1.0 / share[-1]
+def _smaller(row: Tensor, gram: Tensor) -> Tensor:
+    """The smaller of XXᵀ/d and XᵀX/d, whose non-zero spectra agree."""
+    return gram if len(row) <= row.shape[-1] else row.mT @ row / row.shape[-1]
 
 
 def _spread_out(norm: Tensor, keep: Tensor | None, index: int) -> Tensor:
@@ -126,8 +168,8 @@ def _spread_out(norm: Tensor, keep: Tensor | None, index: int) -> Tensor:
     if keep is None:
         return norm
     whole = torch.full(keep.shape[1:], math.nan, dtype=norm.dtype, device=norm.device)
-    whole[keep[index].to(norm.device)] = norm
-    return whole
+    whole[keep[index].to(norm.device)] = norm[0]
+    return whole[None]
 
 
 def _mean_over_rows(values: np.ndarray) -> np.ndarray:
@@ -135,27 +177,6 @@ def _mean_over_rows(values: np.ndarray) -> np.ndarray:
     count = present.sum(axis=0)
     sums = np.where(present, values, 0.0).sum(axis=0)
     return np.where(count > 0, sums / np.maximum(count, 1), np.nan)
-
-
-def _average(
-    numbers: np.ndarray, norms: np.ndarray, picture: np.ndarray | None, kernel: np.ndarray | None
-) -> ActivationStats:
-    mean = [float(value) for value in numbers.mean(axis=0)]
-    return ActivationStats(
-        norm_min=float(numbers[:, 0].min()),
-        norm_mean=mean[1],
-        norm_max=float(numbers[:, 2].max()),
-        cosine_mean=mean[3],
-        cosine_quantiles=tuple(mean[4:9]),
-        effective_rank=mean[9],
-        stable_rank=mean[10],
-        collapse=mean[11],
-        kurtosis=mean[12],
-        outlier=float(numbers[:, 13].max()),
-        norms=norms,
-        picture=picture,
-        kernel=kernel,
-    )
 
 
 def wide(x: Tensor) -> torch.dtype:

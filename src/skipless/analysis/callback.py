@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import nn
 
 from skipless.analysis.activation_stats import Wanted
@@ -15,7 +14,9 @@ from skipless.analysis.diagnose import Structure, diagnose
 from skipless.analysis.find_blocks import find_blocks
 from skipless.analysis.inspect import assemble
 from skipless.analysis.inspection import Inspection
-from skipless.analysis.measure import Recorder, gradient_norms
+from skipless.analysis.measure import Recorder
+from skipless.analysis.parameter_gradients import gradient_norms
+from skipless.analysis.uncompiled import uncompiled
 
 logger = logging.getLogger("skipless")
 
@@ -79,7 +80,7 @@ class SignalCallback:
         elif step < self._next or self.seconds + self._latest > self.budget * (now - self._started):
             return
         if _compiled(self.model):
-            self._open.enter_context(torch.compiler.set_stance("force_eager"))  # hooks do not run in compiled code
+            self._open.enter_context(uncompiled(self.model))  # hooks do not run in compiled code
         self._recorder = Recorder(self.blocks, Wanted(rows=1, picture=False, attention=False), live=True)
         self._open.enter_context(self._recorder)
 
@@ -89,16 +90,17 @@ class SignalCallback:
         self.cancel()
         if recorder is None:
             return None
-        if len(recorder.stats) <= len(self.blocks):
+        if len(recorder.described) <= len(self.blocks):
             logger.warning("step %d: not every block ran, so its signal is not logged", step)
             return None
+        measuring = recorder.watch.seconds  # waits until a GPU has done this step's work, which is not ours
         started = time.perf_counter()
         signals, locations = assemble(recorder, gradient_norms(self.blocks))
         verdict, advice = diagnose(signals, Structure.of(self.model, self.blocks, signals))
         found = Inspection(type(self.model).__name__, signals, verdict, advice, None, locations)
         self.history.append((step, found))
         self._next = step + self.every
-        self._latest = recorder.seconds + time.perf_counter() - started
+        self._latest = measuring + time.perf_counter() - started
         self.seconds += self._latest
         metrics = summary(found)
         self.log(step, metrics)
@@ -163,7 +165,11 @@ def trainer_callback(**options: Any) -> Any:
 
 
 def lightning_callback(**options: Any) -> Any:
-    """A Lightning Callback: Trainer(callbacks=[lightning_callback(every=100)]). Metrics go through log_dict."""
+    """A Lightning Callback: Trainer(callbacks=[lightning_callback(every=100)]).
+
+    Metrics go to the Trainer's loggers at the step they were measured, whatever log_every_n_steps is; log_dict, which
+    would repeat them until the next measurement, only shows them to other callbacks.
+    """
     base = _lightning_base()
 
     class SignalLightningCallback(base):
@@ -179,7 +185,9 @@ def lightning_callback(**options: Any) -> Any:
         def on_after_backward(self, trainer, pl_module):
             metrics = self.signal.finish(trainer.global_step) if self.signal is not None else None
             if metrics is not None:
-                pl_module.log_dict(metrics)
+                pl_module.log_dict(metrics, logger=False)
+                for each in trainer.loggers:
+                    each.log_metrics(metrics, step=trainer.global_step)
 
         def on_train_end(self, trainer, pl_module):
             if self.signal is not None:

@@ -10,16 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skipless.analysis.activation_stats import Wanted
+from skipless.analysis.activation_stats import ActivationStats, Wanted
 from skipless.analysis.diagnose import Structure, diagnose
 from skipless.analysis.find_blocks import find_blocks
 from skipless.analysis.inspection import BlockSignal, Inspection
-from skipless.analysis.measure import GradientTaker, Recorder, matrix_sizes
+from skipless.analysis.measure import Recorder
+from skipless.analysis.parameter_gradients import GradientTaker, matrix_sizes
+from skipless.analysis.prediction import predict
 from skipless.analysis.probe_loss import labelled_loss, unit_gradient
 from skipless.analysis.request import Batch, check_batch, given_labels, model_inputs, padding
+from skipless.analysis.uncompiled import uncompiled
 from skipless.model import signal
 from skipless.model.transformer import Transformer
-from skipless.theory import kernels, propagation
 from skipless.theory.certificate import Band
 
 Loss = Callable[[Any], Tensor]
@@ -71,16 +73,17 @@ def assemble(
     recorder: Recorder, gradients: Sequence[dict[str, float]]
 ) -> tuple[tuple[BlockSignal, ...], dict[str, np.ndarray]]:
     """The recorder's numbers as BlockSignals, gradients relative to the output's, and norms by location."""
-    if len(recorder.stats) <= len(recorder.blocks):
-        missing = recorder.blocks[max(len(recorder.stats) - 1, 0)][0]
+    if len(recorder.described) <= len(recorder.blocks):
+        missing = recorder.blocks[max(len(recorder.described) - 1, 0)][0]
         raise ValueError(f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]")
     names = ["input", *(name for name, _ in recorder.blocks)]
     depth = len(recorder.blocks)
-    last = recorder.gradients.get(depth)
+    gradient_norms, attention, carries = recorder.gradients, recorder.attention, recorder.carries
+    last = gradient_norms.get(depth)
     unit = float(np.nanmean(last)) if last is not None and np.nanmean(last) > 0 else None
     signals = []
     for index, (name, stats) in enumerate(zip(names, recorder.stats, strict=True)):
-        arrived, seen = recorder.gradients.get(index), recorder.attention.get(index)
+        arrived, seen = gradient_norms.get(index), attention.get(index)
         relative = arrived / unit if arrived is not None and unit is not None else None
         numbers = {f: getattr(stats, f) for f in _SHARED}
         signals.append(
@@ -93,12 +96,12 @@ def assemble(
                 attention_entropy=seen.entropy if seen else None,
                 attention_first=seen.first if seen else None,
                 attention_spread=seen.spread if seen else None,
-                carry=recorder.carries.get(index),
+                carry=carries.get(index),
                 parameter_gradients=gradients[index - 1] if index else {},
                 parameter_sizes=matrix_sizes(recorder.blocks[index - 1][1]) if index else {},
             )
         )
-    return tuple(signals), _by_location(recorder, unit)
+    return tuple(signals), _by_location(recorder.stats, gradient_norms, unit)
 
 
 _SHARED = (
@@ -107,10 +110,12 @@ _SHARED = (
 )
 
 
-def _by_location(recorder: Recorder, unit: float | None) -> dict[str, np.ndarray]:
-    found = {"norm": np.stack([stats.norms for stats in recorder.stats])}
-    if unit is not None and len(recorder.gradients) == len(recorder.stats):
-        rows = [recorder.gradients[index] for index in range(len(recorder.stats))]
+def _by_location(
+    stats: Sequence[ActivationStats], gradients: dict[int, np.ndarray], unit: float | None
+) -> dict[str, np.ndarray]:
+    found = {"norm": np.stack([each.norms for each in stats])}
+    if unit is not None and len(gradients) == len(stats):
+        rows = [gradients[index] for index in range(len(stats))]
         seen = [~np.isnan(row) for row in rows]
         sums = [np.where(real, row, 0.0).sum(0) for real, row in zip(seen, rows, strict=True)]
         counts = [real.sum(0) for real in seen]
@@ -124,7 +129,7 @@ def _run(
 ) -> tuple[Recorder, GradientTaker]:
     """One forward and one backward under hooks."""
     recorder, taker = Recorder(blocks, wanted), GradientTaker(model, blocks)
-    with _evaluating(model), torch.compiler.set_stance("force_eager"), torch.enable_grad(), taker:
+    with _evaluating(model), uncompiled(model), torch.enable_grad(), taker:
         args, kwargs = model_inputs(model, batch)
         with recorder:
             output = model(*args, **kwargs)
@@ -175,28 +180,13 @@ def _native(model: nn.Module) -> Any:
 
 def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder: Recorder) -> tuple[BlockSignal, ...]:
     """Beside each measurement what theory expects at initialisation, from the measured Σ_0."""
-    start = recorder.stats[0].kernel
-    if (
-        start is None
-        or not np.isfinite(start).all()
-        or not (np.diagonal(start) > 0).all()
-        or recorder.wanted.keep is not None
-    ):
+    start = recorder.described[0].kernel
+    if start is None or recorder.wanted.keep is not None:
         return signals
-    layers = signal.kernel_blocks(native.config)
-    states = propagation.forward(layers, start, stop=lambda state: not _usable(state))
-    usable = [state for state in states if _usable(state)]
-    gains = propagation.backward(layers, usable)
-    if len(usable) <= len(layers):
-        gains = [np.full(len(start), np.nan)] * len(usable)
-    predicted = [
-        {"norm": float(np.diagonal(s).mean()), "cosine": kernels.mean_cosine(s), "gradient": float(g.mean())}
-        for s, g in zip(usable, gains, strict=True)
-    ]
+    start = start if start.dtype == torch.float64 else start.cpu().double()
+    if not bool(torch.isfinite(start).all() & (torch.diagonal(start) > 0).all()):
+        return signals
+    predicted = predict(signal.kernel_blocks(native.config), start)
     return tuple(
         replace(each, predicted=predicted[each.block] if each.block < len(predicted) else None) for each in signals
     )
-
-
-def _usable(kernel: np.ndarray) -> bool:
-    return bool(np.isfinite(kernel).all() and (np.diagonal(kernel) > 0).all())

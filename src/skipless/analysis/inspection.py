@@ -16,12 +16,13 @@ class BlockSignal:
 
     norm_*: squared activation norm over width, the diagonal of Σ. cosine_*: between different locations of a sequence,
     with quantiles at 5, 25, 50, 75 and 95 %. collapse is the rank-one residual ‖X − 1x̄ᵀ‖/‖X‖: 0 is total collapse.
-    kurtosis is of the activations' entries, 3 for a Gaussian; outlier is the largest entry over the root mean square.
-    gradient_*: squared gradient norm per location, relative to the output's mean. attention_*: None where the model
-    gives no attention weights; entropy is in nats, spread the same over that of uniform attention, first the weight on
-    the first key. carry is the mean cosine between a location before and after the block: near 0 without a shortcut.
-    parameter_gradients and parameter_sizes: norm of the gradient, and root mean square of the matrices, by kind of
-    parameter. predicted: theory's diagonal, cosine and gradient at initialisation, for models of this library.
+    effective_rank and stable_rank are of the first two rows. kurtosis is of the activations' entries, 3 for a Gaussian;
+    outlier is the largest entry over the root mean square. gradient_*: squared gradient norm per location, relative to
+    the output's mean. attention_*: None where the model gives no attention weights; entropy is in nats, spread the same
+    over that of uniform attention, first the weight on the first key. carry is the mean cosine between a location
+    before and after the block: near 0 without a shortcut. parameter_gradients and parameter_sizes: norm of the
+    gradient, and root mean square of the matrices, by kind of parameter. predicted: theory's diagonal, cosine and
+    gradient at initialisation, for models of this library.
     """
 
     block: int

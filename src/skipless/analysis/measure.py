@@ -1,21 +1,24 @@
 """Hooks that measure a network while it runs: activations as they leave each block, gradients as they come back.
 
-One forward and one backward serve every number. Nothing but numbers is kept of a block once it is passed.
+One forward and one backward serve every number. Nothing but numbers is kept of a block once it is passed, and none is
+read before both are over, so that a GPU is never waited for.
 """
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skipless.analysis.activation_stats import ActivationStats, Wanted, describe, wide
-from skipless.analysis.attention_watch import AttentionStats, AttentionWatch
-from skipless.analysis.parameter_groups import Member, members
+from skipless.analysis.activation_stats import ActivationStats, Described, Wanted, describe, wide
+from skipless.analysis.attention_watch import AttentionWatch, of_shaped
+from skipless.analysis.attention_weights import AttentionStats
+from skipless.analysis.stopwatch import Stopwatch
+from skipless.nn.attention import ShapedAttention
 
 
 class Recorder:
@@ -27,13 +30,13 @@ class Recorder:
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], wanted: Wanted, *, live: bool = False):
         self.blocks, self.wanted, self.live = list(blocks), wanted, live
-        self.stats: list[ActivationStats] = []
-        self.carries: dict[int, float] = {}
-        self.gradients: dict[int, np.ndarray] = {}
+        self.described: list[Described] = []
         self.last: Tensor | None = None
-        self.seconds = 0.0
+        self.watch = Stopwatch()
         self.current: int | None = None
-        self.watch = AttentionWatch(lambda: self.current)
+        self._carries: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
+        self._attention: dict[int, Tensor] = {}
         self._swapped = any(getattr(m, "batch_first", True) is False for _, b in blocks for m in b.modules())
         self._entered: Tensor | None = None
         self._open = ExitStack()
@@ -44,18 +47,48 @@ class Recorder:
             after = block.register_forward_hook(self._after(index), with_kwargs=True)
             self._open.callback(before.remove)
             self._open.callback(after.remove)
-        if self.wanted.attention:
-            self._open.enter_context(self.watch)
+        ours = [self._ask(block, index) for index, (_, block) in enumerate(self.blocks, 1) if self.wanted.attention]
+        if not all(ours):
+            self._open.enter_context(AttentionWatch(lambda: self.current, self._attention))
         return self
 
     def __exit__(self, *error) -> None:
         self._open.close()
         self._entered, self.current = None, None
 
+    @cached_property
+    def stats(self) -> list[ActivationStats]:
+        """Of what enters the first block, then of what leaves each."""
+        return [each.numbers() for each in self.described]
+
+    @property
+    def carries(self) -> dict[int, float]:
+        """Mean cosine of a location before and after a block, by block from 1."""
+        return {index: float(value) for index, value in self._carries.items()}
+
+    @property
+    def gradients(self) -> dict[int, np.ndarray]:
+        """Squared norms (rows, T) of the gradient at each block's output, 0 being the first one's input."""
+        return {index: value.cpu().numpy() for index, value in self._gradients.items()}
+
     @property
     def attention(self) -> dict[int, AttentionStats]:
         """By block, from 1; blocks whose attention could not be seen are missing."""
-        return self.watch.found
+        return {index: AttentionStats.of(sums) for index, sums in self._attention.items()}
+
+    def _ask(self, block: nn.Module, index: int) -> bool:
+        """Have this library's attention, if the block has it, tell of itself as it runs; whether it does."""
+        own = next((module for module in block.modules() if isinstance(module, ShapedAttention)), None)
+        if own is None:
+            return False
+
+        def hook(module: nn.Module, args: tuple) -> None:
+            cached = any(arg is not None for arg in args[2:])
+            if self.current == index and index not in self._attention and not cached:
+                self._attention[index] = of_shaped(own, args[0].detach(), *args[1:2])
+
+        self._open.callback(own.register_forward_pre_hook(hook).remove)
+        return True
 
     def _before(self, index: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict):
@@ -80,7 +113,7 @@ class Recorder:
                 return
             x = hidden(out)
             if self._entered is not None and self._entered.shape == x.shape:
-                self.carries[index] = _carry(self._entered, x)
+                self._carries[index] = _carry(self._entered, x)
             self.current, self._entered = None, None
             self._note(index, x)
             if index == len(self.blocks) and not self.live:
@@ -90,7 +123,7 @@ class Recorder:
 
     def _first_run(self, index: int) -> bool:
         """Whether this run of a block counts; raises where it comes out of turn."""
-        expected = max(len(self.stats), 1)
+        expected = max(len(self.described), 1)
         if index == expected:
             return True
         if self.live:
@@ -115,20 +148,18 @@ class Recorder:
 
     def _note(self, index: int, x: Tensor) -> None:
         """Measure activations now and their gradient when it comes."""
-        started = time.perf_counter()
         wanted = self.wanted if index == 0 else replace(self.wanted, kernel=False)
-        self.stats.append(describe(self._rows(x.detach()), wanted))
-        self.seconds += time.perf_counter() - started
+        with self.watch.around(x.device):
+            self.described.append(describe(self._rows(x.detach()), wanted))
         if x.requires_grad:
             x.register_hook(lambda gradient: self._arrived(index, gradient))
 
     def _arrived(self, index: int, gradient: Tensor) -> None:
-        started = time.perf_counter()
-        norms = torch.linalg.vector_norm(self._rows(gradient.detach()), dim=-1, dtype=wide(gradient)).square()
-        if self.wanted.keep is not None:
-            norms = norms.masked_fill(~self.wanted.keep.to(norms.device), torch.nan)
-        self.gradients.setdefault(index, norms.cpu().numpy())
-        self.seconds += time.perf_counter() - started
+        with self.watch.around(gradient.device):
+            norms = torch.linalg.vector_norm(self._rows(gradient.detach()), dim=-1, dtype=wide(gradient)).square()
+            if self.wanted.keep is not None:
+                norms = norms.masked_fill(~self.wanted.keep.to(norms.device), torch.nan)
+            self._gradients.setdefault(index, norms)
 
     def _rows(self, x: Tensor) -> Tensor:
         """(batch, T, width), whatever the model's layout."""
@@ -152,92 +183,9 @@ def hidden(values: Any) -> Tensor:
     )
 
 
-class GradientTaker:
-    """A context in which every parameter's gradient is reduced to norms and dropped at once.
-
-    Gradients that were there before are put back on leaving.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]):
-        self.groups: list[dict[str, float]] = [{} for _ in blocks]
-        self._blocks = [members(block) for _, block in blocks]
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._kept: list[Tensor | None] = []
-        self._open = ExitStack()
-
-    def __enter__(self) -> "GradientTaker":
-        if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._parameters):
-            raise ValueError(
-                "a parameter has hooks that run when its gradient is ready (an optimizer inside the backward pass?); "
-                "an inspection would set them off: inspect before they are added"
-            )
-        self._kept = [p.grad for p in self._parameters]
-        owners = {id(m.parameter): (index, m) for index, block in enumerate(self._blocks) for m in block}
-        for parameter in self._parameters:
-            parameter.grad = None
-            hook = parameter.register_post_accumulate_grad_hook(self._taker(owners.get(id(parameter))))
-            self._open.callback(hook.remove)
-        for groups, block in zip(self.groups, self._blocks, strict=True):
-            groups.update(dict.fromkeys(_groups_of(m for m in block if m.parameter.requires_grad), 0.0))
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._open.close()
-        for parameter, gradient in zip(self._parameters, self._kept, strict=True):
-            parameter.grad = gradient
-
-    def _taker(self, owner: tuple[int, Member] | None):
-        def take(parameter: Tensor) -> None:
-            if owner is not None and parameter.grad is not None:
-                _add(self.groups[owner[0]], owner[1], parameter.grad)
-            parameter.grad = None
-
-        return take
-
-
-def gradient_norms(blocks: Sequence[tuple[str, nn.Module]]) -> list[dict[str, float]]:
-    """Norms of the gradients that parameters hold now, by block and group."""
-    found: list[dict[str, float]] = []
-    for _, block in blocks:
-        groups: dict[str, float] = {}
-        for member in members(block):
-            if member.parameter.grad is not None:
-                _add(groups, member, member.parameter.grad)
-        found.append(groups)
-    return found
-
-
 @torch.no_grad()
-def matrix_sizes(block: nn.Module) -> dict[str, float]:
-    """Root mean square entry of a block's matrices, by group."""
-    sums: dict[str, tuple[float, int]] = {}
-    for member in members(block):
-        if member.parameter.dim() < 2:
-            continue
-        for group, part in member.pieces(member.parameter):
-            total, count = sums.get(group, (0.0, 0))
-            sums[group] = (total + _norm(part) ** 2, count + part.numel())
-    return {group: (total / max(count, 1)) ** 0.5 for group, (total, count) in sums.items()}
-
-
-def _groups_of(block: Iterable[Member]) -> set[str]:
-    """Groups with a gradient to come: a fused matrix stands for three."""
-    return {name for m in block for name in (("query", "key", "value") if m.sizes else (m.group,))}
-
-
-def _add(groups: dict[str, float], member: Member, gradient: Tensor) -> None:
-    for group, part in member.pieces(gradient):
-        groups[group] = (groups.get(group, 0.0) ** 2 + _norm(part) ** 2) ** 0.5
-
-
-def _norm(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values.detach(), dtype=torch.promote_types(values.dtype, torch.float32)))
-
-
-@torch.no_grad()
-def _carry(before: Tensor, after: Tensor) -> float:
-    cosine = torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
-    return float(cosine.mean())
+def _carry(before: Tensor, after: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1).mean()
 
 
 def _exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:

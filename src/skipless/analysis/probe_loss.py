@@ -47,17 +47,22 @@ def predicts_next(model: nn.Module) -> bool:
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
-    """Integers in 0 … classes−1, or −100; torch itself reads past the end or dies without a word."""
+    """Integers in 0 … classes−1, or −100; torch itself reads past the end, dies without a word, or ignores what wrapped
+    around to −100."""
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}; class labels are integers, as in torch.long")
+    largest = torch.iinfo(labels.dtype).max
+    if largest < classes - 1:
+        raise ValueError(
+            f"labels are {labels.dtype}, which holds at most {largest}, but the model has {classes} classes: larger "
+            "ones wrap around; make them torch.long before labels are stored in them"
+        )
     real = labels[labels != IGNORED]
     if real.numel() == 0:
         raise ValueError(f"every label is {IGNORED}, which is ignored, so there is no loss to differentiate")
     low, high = int(real.min()), int(real.max())
     if low < 0 or high >= classes:
-        wrong = low if low < 0 else high
-        hint = f"; a {labels.dtype} holds at most {torch.iinfo(labels.dtype).max}" if low < 0 else ""
         raise ValueError(
-            f"labels hold {wrong}, but the model has {classes} classes: they must lie in 0 … {classes - 1}, "
-            f"or be {IGNORED} to be ignored{hint}"
+            f"labels hold {low if low < 0 else high}, but the model has {classes} classes: they must lie in "
+            f"0 … {classes - 1}, or be {IGNORED} to be ignored"
         )

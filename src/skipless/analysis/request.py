@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from skipless.model.transformer import Transformer
@@ -36,6 +37,8 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
         raise ValueError(
             f"token ids are {tuple(ids.shape)}; they must be (rows, T): ids[None] makes a batch of one row"
         )
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token ids are {ids.dtype}; an embedding reads torch.int64 or torch.int32: ids.long()")
     if ids.shape[1] < 2:
         raise ValueError("the batch has 1 token per row; cosines compare locations, so give at least 2 tokens")
     if ids.numel() == 0:

@@ -1,7 +1,7 @@
 """The model and the batch that `skipless inspect` was asked for."""
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from skipless.analysis.open_model import FAMILIES, build_family, open_model
+from skipless.cli.inspect_text import Encode, from_corpus, from_file
 from skipless.model import presets
 from skipless.model.transformer import Transformer
 
-Encode = Callable[[str], Any]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SIZES = {"depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
 
 
@@ -24,6 +25,8 @@ class Request:
 
     model: str
     text: Path | None = None
+    corpus: str | None = None
+    tokenizer: str | None = None
     length: int = 128
     rows: int = 2
     sizes: Mapping[str, int | None] | None = None
@@ -35,6 +38,12 @@ class Request:
             raise ValueError(f"--length is {self.length}; cosines compare locations, so give at least 2")
         if self.rows < 1:
             raise ValueError(f"--batch is {self.rows}; give at least 1 row")
+        if self.text is not None and self.corpus is not None:
+            raise ValueError(
+                f"--text {self.text} and --corpus {self.corpus} are both given; a batch is of one: drop one"
+            )
+        if self.tokenizer is not None and not self.reads:
+            raise ValueError(f"--tokenizer is {self.tokenizer}, but no text is read; add --corpus or --text")
         torch.manual_seed(self.seed)
         disable_progress_bar()
         sizes = {name: value for name, value in (self.sizes or {}).items() if value is not None}
@@ -45,15 +54,20 @@ class Request:
             return _preset(self.model, sizes), None
         if sizes:
             raise ValueError(f"--{next(iter(sizes))} is for presets and families; the weights in {folder} have theirs")
-        return _stored(folder, need_tokenizer=self.text is not None)
+        return _stored(folder, need_tokenizer=self.reads and self.tokenizer is None)
+
+    @property
+    def reads(self) -> bool:
+        """Whether tokens come from a text."""
+        return self.text is not None or self.corpus is not None
 
     def batch(self, model: nn.Module, encode: Encode | None) -> Tensor:
-        """Tokens of the text or random ones, (rows, length); images of noise for models that read images."""
+        """Tokens of a text or random ones, (rows, length); images of noise for models that read images."""
         config: Any = getattr(model, "config", None)
         generator = torch.Generator().manual_seed(self.seed)
         if getattr(config, "image_size", None) is not None:
-            if self.text is not None:
-                raise ValueError("--text is given, but the model reads images; leave it out")
+            if self.reads:
+                raise ValueError("a text is given, but the model reads images; leave --text and --corpus out")
             side = config.image_size
             return torch.randn(self.rows, config.num_channels, side, side, generator=generator)
         limit = getattr(config, "max_position_embeddings", None)
@@ -61,22 +75,27 @@ class Request:
         if limit is not None and not ours and self.length > limit:
             raise ValueError(f"--length is {self.length}; the model has {limit} positions: use --length {limit}")
         vocabulary = config.vocab_size
-        if self.text is None:
+        if not self.reads:
             return torch.randint(0, vocabulary, (self.rows, self.length), generator=generator)
-        return self._of_text(encode or _bytes, vocabulary)
+        encode, shape = self._encoder(encode, vocabulary), (self.rows, self.length)
+        if self.text is not None:
+            return from_file(self.text, encode, shape, vocabulary)
+        return from_corpus(str(self.corpus), encode, shape, vocabulary)
 
-    def _of_text(self, encode: Encode, vocabulary: int) -> Tensor:
-        assert self.text is not None
-        tokens = torch.as_tensor(list(encode(self.text.read_text(encoding="utf-8"))), dtype=torch.long)
-        wanted = self.rows * self.length
-        if len(tokens) < wanted:
+    def _encoder(self, own: Encode | None, vocabulary: int) -> Encode:
+        """The tokenizer that was named, or the model's own; models without one read bytes."""
+        if self.tokenizer is None and own is not None:
+            return own
+        from skipless.train.subject import find_tokenizer
+
+        tokenizer = find_tokenizer(self.tokenizer or "bytes")
+        if tokenizer.vocab_size > vocabulary:
+            why = "" if self.tokenizer else ", which models without a tokenizer read,"
             raise ValueError(
-                f"{self.text} holds {len(tokens)} tokens; {self.rows} rows of {self.length} need {wanted}: use a "
-                "longer text, or smaller --batch and --length"
+                f"{self.tokenizer or 'bytes'}{why} has {tokenizer.vocab_size:,} tokens and the model knows "
+                f"{vocabulary:,}: name the tokenizer it was made for (--tokenizer)"
             )
-        if int(tokens[:wanted].max()) >= vocabulary:
-            raise ValueError(f"the text has token {int(tokens.max())}, but the model knows {vocabulary}")
-        return tokens[:wanted].reshape(self.rows, self.length)
+        return tokenizer.encode
 
 
 def _preset(name: str, sizes: Mapping[str, int]) -> Transformer:
@@ -102,10 +121,10 @@ def _stored(folder: Path, need_tokenizer: bool) -> tuple[nn.Module, Encode | Non
         return model, None
     from transformers import AutoTokenizer
 
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"{folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); name one: --tokenizer FILE.model, a "
+            "prepared folder, or bytes"
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     return model, lambda text: tokenizer.encode(text, add_special_tokens=False)
-
-
-def _bytes(text: str) -> bytes:
-    """Models without a tokenizer read bytes."""
-    return text.encode("utf-8")

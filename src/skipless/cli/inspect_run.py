@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -21,9 +22,10 @@ def run(request: Request, *, blocks: str | None, device: str, json_file: Path | 
         check_figure(figure)
     if json_file is not None and not to_stdout:
         check_target(json_file)
+    place = _place(device)
     model, encode = request.open()
     batch = request.batch(model, encode)
-    found = inspect(model.to(device), batch.to(device), blocks=blocks)
+    found = inspect(model.to(place), batch.to(place), blocks=blocks)
     found = replace(found, model=request.model)
     console = Console(stderr=to_stdout)
     show(console, found)
@@ -35,6 +37,20 @@ def run(request: Request, *, blocks: str | None, device: str, json_file: Path | 
     if figure is not None:
         _draw(console, found, figure)
     return found.verdict.lost
+
+
+def _place(name: str) -> torch.device:
+    """The device, if it is there."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device is {name!r}, which torch does not know; use cpu, cuda, cuda:1, …") from error
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(
+            f"--device is {name!r}, but torch sees {count} GPUs; use --device {'cuda:0' if count else 'cpu'}"
+        )
+    return device
 
 
 def show(console: Console, found: Inspection) -> None:

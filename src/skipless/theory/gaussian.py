@@ -80,7 +80,7 @@ def pair_expectation(f: Function, correlation: float, variance: float = 1.0, ord
 
 
 @lru_cache(maxsize=4)
-def _weighted_hermite(order: int, terms: int) -> Array:
+def weighted_hermite(order: int, terms: int) -> Array:
     """w_n h_k(x_n), shape (points, terms), by h_{k+1} = (x h_k − √k h_{k−1})/√(k+1).
 
     The normalised recurrence never meets a factorial, so nothing overflows at k in the thousands.
@@ -103,7 +103,7 @@ def hermite_coefficients(f: Function, variance: ArrayLike, terms: int, order: in
     Then f(√q x) = Σ_k a_k(q) He_k(x)/√k!, and Σ_k a_k(q)² = E[f(√q z)²] (Parseval): the missing part of that sum
     bounds what a truncated Mehler series leaves out, at every correlation.
     """
-    return sample(f, np.atleast_1d(variance), order) @ _weighted_hermite(order, terms)
+    return sample(f, np.atleast_1d(variance), order) @ weighted_hermite(order, terms)
 
 
 def hermite_expansion(
@@ -118,7 +118,7 @@ def hermite_expansion(
     square = values**2 @ nodes(order)[1]
     terms = 64
     while terms <= most_terms:
-        a = values @ _weighted_hermite(order, terms)
+        a = values @ weighted_hermite(order, terms)
         missing = np.abs(square - np.einsum("qk,qk->q", a, a))
         if (missing <= tolerance * square).all():
             return a, square
