@@ -75,8 +75,8 @@ def outcome(winners: dict[str, list[Record]]) -> list[str]:
     before, peak = mean(run["valid_before"] for run in runs), max(max(smoothed(run["loss"])) for run in runs)
     side = "above" if annealed > vanilla else "below"
     return [
-        f"Annealing ends {abs(annealed - vanilla):.3f} nats {side} a network that had no skips from the start, after as "
-        "many steps.",
+        f"Annealing ends {abs(annealed - vanilla):.3f} nats {side} a network that had no skips from the start, after "
+        "as many steps.",
         f"The trained network stood at {before:.3f}; its smoothed loss rose to {peak:.2f} while its skips fell, and it "
         f"ended at {loss_of(runs):.3f}, where one without skips from the start is at {twice:.3f} after as many steps.",
     ]
