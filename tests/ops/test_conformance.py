@@ -126,10 +126,20 @@ class Case:
     gain: Tensor | None = None
 
     @classmethod
-    def make(cls, shape: AttentionShape, queries: int, keys: int | None = None, *, batch=2, kv_heads=HEADS, **rest):
+    def make(
+        cls,
+        shape: AttentionShape,
+        queries: int,
+        keys: int | None = None,
+        *,
+        batch=2,
+        kv_heads=HEADS,
+        width=WIDTH,
+        **rest,
+    ):
         generator = torch.Generator().manual_seed(queries + (keys or 0))
         sizes = [(HEADS, queries), (kv_heads, keys or queries), (kv_heads, keys or queries)]
-        tensors = [torch.randn(batch, h, t, WIDTH, generator=generator, dtype=torch.float64) for h, t in sizes]
+        tensors = [torch.randn(batch, h, t, width, generator=generator, dtype=torch.float64) for h, t in sizes]
         return cls(shape, *(t.to(DEVICE) for t in tensors), **rest)
 
     def rounded(self, dtype: torch.dtype) -> "Case":
@@ -292,7 +302,8 @@ def test_rounding_at_every_length(impl, dtype, length):
         pytest.skip("a minute in the interpreter; float16 goes there")
     if impl == "flex" and not CUDA and length in (2, 63):
         pytest.skip("compiling on a CPU takes seconds a case")
-    assert_rounded(Case.make(ExponentialShape.between(0.05, 0.04, 0.2), length, batch=1), impl, dtype)
+    width = 32 if impl == "flex" and not CUDA else WIDTH  # torch's kernel is wrong at 1000 and 16: it is refused
+    assert_rounded(Case.make(ExponentialShape.between(0.05, 0.04, 0.2), length, batch=1, width=width), impl, dtype)
 
 
 @each_rounded

@@ -99,6 +99,7 @@ def test_an_explicit_impl_that_cannot_run_says_why():
     flex = {"impl": "flex", "error": RuntimeError}
     refused("score_bias is a dense.*use impl='sdpa'", q, k, v, SPA, score_bias=torch.zeros(5, 5), **flex)
     refused("q is float64; use impl='sdpa'", q.double(), k.double(), v.double(), SPA, **flex)
+    refused("wrong numbers for 24 keys of head_width 16", *tensors(length=24), SPA, **flex)
     refused("no backward pass on cpu.*use impl='sdpa'", q.requires_grad_(), k, v, SPA, **flex)
 
 
