@@ -13,6 +13,7 @@ import multiprocessing
 from pathlib import Path
 
 import torch
+from attention import milliseconds
 
 from skipless.ops.parts import ShapeParts
 from skipless.ops.triton import op
@@ -62,22 +63,6 @@ class Problem:
         op.run_key_side(self.call, self.dout, sums, tuple(others), launch)
         return tuple(others)
 
-    def milliseconds(self, kernel: str, size: tuple, repeats: int = 20) -> float:
-        """Of one launch: the median of ten replays of a graph of `repeats`."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                self.run(kernel, size)
-        times = []
-        for _ in range(11):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / repeats)
-        return sorted(times[1:])[5]
-
 
 def compile_one(job: tuple) -> None:
     """Run it once in a process of its own, so that Triton's cache on disk holds it."""
@@ -97,12 +82,12 @@ def measure(job: tuple, problems: dict, wanted: dict) -> dict | None:
         got = [t.float().clone() for t in problem.run(kernel, size)]
         first = wanted.setdefault((*where, kernel), got)
         error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, first, strict=True))
-        milliseconds = problem.milliseconds(kernel, size)
+        time = milliseconds(lambda: problem.run(kernel, size), budget_ms=20.0)
     except Exception as error:
         print(f"{job}: {type(error).__name__}: {str(error)[:100]}", flush=True)
         return None
     names = ("kind", "width", "length", "kernel", "size")
-    return {**dict(zip(names, job, strict=True)), "ms": round(milliseconds, 4), "error": round(error, 5)}
+    return {**dict(zip(names, job, strict=True)), "ms": round(time, 4), "error": round(error, 5)}
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
 """Decoding as a torch operator: when it applies, how the keys are shared out, and the launch."""
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from skipless.ops.triton import decoding
 from skipless.ops.triton.op import Call, by_token, strides_of
@@ -27,7 +26,7 @@ def shares_of(keys: int, heads: int, batch: int) -> tuple[int, int]:
     return -(-keys // each), each
 
 
-@custom_op("skipless::shaped_decoding", mutates_args=())
+@library.custom_op("skipless::shaped_decoding", mutates_args=())
 def shaped_decoding(
     q: Tensor, k: Tensor, v: Tensor, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool
 ) -> Tensor:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.library import custom_op, register_autograd
+from torch import Tensor, library
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from skipless.ops.blocks import BLOCK
@@ -135,7 +134,7 @@ def by_token(q: Tensor) -> Tensor:
     return q.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-@custom_op("skipless::shaped_attention", mutates_args=())
+@library.custom_op("skipless::shaped_attention", mutates_args=())
 def shaped_attention(
     q: Tensor, k: Tensor, v: Tensor, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -148,7 +147,7 @@ def shaped_attention(
     return out, lse
 
 
-@custom_op("skipless::shaped_attention_backward", mutates_args=())
+@library.custom_op("skipless::shaped_attention_backward", mutates_args=())
 def shaped_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool,
@@ -186,4 +185,4 @@ def _differentiate(ctx, dout: Tensor, dlse: Tensor):
     return *gradients, [None] * 4, None, [None] * len(places), None
 
 
-register_autograd("skipless::shaped_attention", _differentiate, setup_context=_save)
+library.register_autograd("skipless::shaped_attention", _differentiate, setup_context=_save)
