@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from skipless.model.transformer import Transformer
+from skipless.train.optim.twins import gradient_of
 
 
 class Diverged(RuntimeError):
@@ -70,7 +71,7 @@ def norms_by_block(model: nn.Module) -> str:
     lines = []
     for index, block in enumerate(model.each_block()):
         weight = _norm(list(block.parameters()))
-        slope = _norm([p.grad for p in block.parameters() if p.grad is not None])
+        slope = _norm([g for p in block.parameters() if (g := gradient_of(p)) is not None])
         lines.append((index, weight, slope))
     bad = [i for i, weight, slope in lines if not (math.isfinite(weight) and math.isfinite(slope))]
     first = f"Block {bad[0] + 1} is the first that is not finite." if bad else "All blocks are finite again."

@@ -73,6 +73,7 @@ class GraphedStep:
         self._step.set_rates(step)
         if self._stale(batch):
             self._capture(batch)
+        self._step.refresh()
         assert self._inputs is not None
         assert self._replay is not None
         for own, new in zip(_tensors(self._inputs), _tensors(batch), strict=True):

@@ -10,7 +10,9 @@ from skipless.data.loader import Batch
 from skipless.ops.layout import Layout
 from skipless.train.config import TrainConfig
 from skipless.train.distributed import World
-from skipless.train.optim import clip_gradients, set_rates, warmup_cosine
+from skipless.train.optim import clip_factor, clip_gradients, set_rates, warmup_cosine
+from skipless.train.optim.adam import FusedAdam, takes_twins
+from skipless.train.optim.twins import Twins
 
 
 def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
@@ -20,7 +22,11 @@ def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
 
 
 class TrainStep:
-    """Applies step after step to a model and its optimiser; returns loss and gradient norm as device tensors."""
+    """Applies step after step to a model and its optimiser; returns loss and gradient norm as device tensors.
+
+    Where autocast would cast every matrix in every step, and the optimiser can write half precision itself, the network
+    computes with twins of its matrices. Gradients that are summed over micro-batches are summed in float32, without.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer, config: TrainConfig, world: World, *, clip: float | None, packed: bool
@@ -28,11 +34,19 @@ class TrainStep:
         self.model, self.optimizer, self.config, self.world = model, optimizer, config, world
         self.clip, self.packed = clip, packed
         self.rate_factor = 1.0
+        halved = config.precision == "bf16" and config.accumulate == 1 and world.size == 1
+        self.twins = Twins(model) if halved and takes_twins(optimizer) else None
 
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Update the parameters by the batch of `step`; rates follow from the step alone."""
         self.set_rates(step)
+        self.refresh()
         return self.update(batch)
+
+    def refresh(self) -> None:
+        """Take note of parameters that were changed from outside since the last step."""
+        if self.twins is not None:
+            self.twins.refresh()
 
     def set_rates(self, step: int) -> None:
         """The rates of `step`, counted from 0."""
@@ -47,18 +61,30 @@ class TrainStep:
         parts = batch.tokens.shape[0] // config.accumulate
         for index in range(config.accumulate):
             micro = batch.map(lambda tensor, start=index * parts: tensor[start : start + parts])
-            with self._sync(last=index == config.accumulate - 1), self._autocast():
+            with self._sync(last=index == config.accumulate - 1), self._autocast(), self._halved():
                 loss = cross_entropy(self.model, micro, self.packed) / config.accumulate
                 loss.backward()
             total += loss.detach()
-        norm = clip_gradients(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        return self.world.mean(total), norm
+        return self.world.mean(total), self._descend()
+
+    def _descend(self) -> Tensor:
+        """Clip and step; the gradient's norm before clipping."""
+        if self.twins is None:
+            norm = clip_gradients(self.model.parameters(), self.clip)
+            self.optimizer.step()
+            return norm
+        assert isinstance(self.optimizer, FusedAdam)
+        norm, factor = clip_factor(self.model.parameters(), self.clip)
+        self.optimizer.step(scale=factor)
+        return norm
 
     def _autocast(self):
         if self.config.precision != "bf16":
             return nullcontext()
         return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+
+    def _halved(self):
+        return nullcontext() if self.twins is None else self.twins.in_place()
 
     def _sync(self, last: bool):
         """DDP averages gradients once per step, after the last micro-batch."""

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
+from skipless.train.optim.adam import FusedAdam
 from skipless.train.optim.composite import Composite
 from skipless.train.optim.config import ROLES, OptimizerConfig
 from skipless.train.optim.groups import parameter_groups
@@ -27,16 +28,20 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
     _check_capturable(capturable, config, device)
     for group in groups:
         group["lr"] = group["rate"]
-    adam = Adam if config.name == "adam" else AdamW
-    settings: dict[str, Any] = {"betas": config.betas, "eps": config.eps, "capturable": capturable}
+    settings: dict[str, Any] = {
+        "betas": config.betas,
+        "eps": config.eps,
+        "capturable": capturable,
+        "decoupled_weight_decay": config.name != "adam",
+    }
     fused = device.type in ("cuda", "cpu")  # a CPU gains too: 2.6 times quicker than foreach on 216 small matrices
     if config.name in ("adam", "adamw"):
-        optimizer: Optimizer = adam(groups, fused=fused, **settings)
+        optimizer: Optimizer = FusedAdam(groups, fused=fused, **settings)
     else:
         matrices = [group for group in groups if group["name"] in ROLES]
         rest = [group for group in groups if group["name"] not in ROLES]
         parts = [_for_matrices(matrices, config)] if matrices else []
-        parts += [adam(rest, fused=fused, **settings)] if rest else []
+        parts += [FusedAdam(rest, fused=fused, **settings)] if rest else []
         optimizer = Composite(*parts)
     optimizer.register_load_state_dict_pre_hook(_fit_to_device)
     if capturable:

@@ -3,10 +3,14 @@
 from collections.abc import Iterable
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from skipless.train.optim.sharding import gathered
+from skipless.train.optim.twins import gradient_of
+
+_NEAR_ZERO = 1e-6  # torch's own
 
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float | None = 0.1) -> Tensor:
@@ -20,3 +24,14 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None = 0.1) -> T
     if limit is not None:
         clip_grads_with_norm_(parameters, limit, norm)
     return norm
+
+
+def clip_factor(parameters: Iterable[Tensor], limit: float | None = 0.1) -> tuple[Tensor, Tensor | None]:
+    """The norm and min(1, limit/norm), for an optimiser that scales gradients itself, and takes those of twins."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if (gradient := gradient_of(parameter)) is not None:
+            alike.setdefault(gradient.dtype, []).append(gradient)
+    norms = [each for several in alike.values() for each in torch._foreach_norm(several, 2.0, torch.float32)]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return norm, None if limit is None else (limit / (norm + _NEAR_ZERO)).clamp(max=1.0)
