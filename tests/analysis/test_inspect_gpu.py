@@ -11,7 +11,11 @@ from skipless.model.transformer import Transformer
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, StandardAttention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 USUAL = {"attention_skip": Skip(1.0, 1.0), "mlp_skip": Skip(1.0, 1.0), "norm": "pre", "activation": "gelu"}
 SCHEMES = {"e-spa": {"scheme": ExponentialSPA(repeat_rate=0.05)}, "pre-ln": {"scheme": StandardAttention(), **USUAL}}
 
