@@ -50,7 +50,7 @@ def network(options: argparse.Namespace, name: str = "e-spa", **sizes: int) -> T
     torch.manual_seed(0)
     config: ModelConfig = preset(f"wikitext103/{name}", **{**fields, **sizes, "query_key": "normal"})
     with torch.device(options.device):
-        model = Transformer(config, impl="sdpa")
+        model = Transformer(config)
     return model.eval().requires_grad_(False)
 
 

@@ -57,16 +57,17 @@ def test_tensors_that_do_not_lie_in_rows_are_copied():
         (AlibiShape(2, causal=False), 2, 2, 2, 65),
     ],
 )
-def test_decoding_shares_out_the_keys(monkeypatch, shape, heads, kv_heads, queries, keys, dtype):
+@pytest.mark.parametrize("shared", [True, False])
+def test_decoding_shares_out_the_keys(monkeypatch, shape, heads, kv_heads, queries, keys, dtype, shared):
     from skipless.ops.triton import decode
 
-    monkeypatch.setattr(decode, "_KEYS_PER_SHARE", 64)
+    monkeypatch.setattr(decode, "_KEYS_PER_SHARE", 64 if shared else 1024)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(keys)
     sizes = [(2, heads, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16)]
     q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
     assert decode.applies(q, k, needs_grad=False)
-    assert decode.shares_of(keys, kv_heads, 2)[0] > 1
+    assert (decode.shares_of(keys, kv_heads, 2)[0] > 1) == shared
     mask = torch.ones(2, keys, dtype=torch.long, device=device)
     mask[1, : keys // 2] = 0
     for layout in (None, Layout.left_padded(mask, queries)):

@@ -46,8 +46,9 @@ parts = ShapeParts.of(shape, 256)
 rest = ([parts.slope, parts.column, parts.diagonal, parts.row_scale], parts.row, [], True)
 out, lse = op.shaped_attention._init_fn(q, k, v, *rest)
 op.shaped_attention_backward._init_fn(dout, q, k, v, out, lse, *rest)
-decode.shaped_decoding._init_fn(q[:, :, :1], k, v, *rest)
-assert len(compiled) == 5, len(compiled)
+for keys in (k, torch.cat([k] * 2, dim=2)):
+    decode.shaped_decoding._init_fn(q[:, :, :1], keys, keys, *rest)
+assert len(compiled) == 6, len(compiled)
 print([(kernel.name, kernel.metadata.shared) for kernel in compiled])
 assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)
 """

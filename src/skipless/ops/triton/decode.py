@@ -35,19 +35,21 @@ def shaped_decoding(
     batch, heads, length, width = k.shape
     rows = max(16, 1 << (q.shape[2] * call.groups - 1).bit_length())
     number, each = shares_of(length, heads, batch)
-    sizes = (batch, heads, number, rows)
-    parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in ((*sizes, width), sizes, sizes))
+    alone, sizes = number == 1, (batch, heads, number, rows)
+    parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in ((*sizes, width), sizes, sizes) if not alone)
     shape, layout, q_length, k_length, count, scale = call.common()
     constants: dict = {n: x for n, x in call.constants().items() if n not in ("RELATIVE", "RANGE")} | {"ROWS": rows}
     joining: dict = {n: x for n, x in constants.items() if n not in ("CAUSAL", "ROW", "PRECISION")}
     with torch.cuda.device_of(q):
         decoding.share[number, heads, batch](
-            q, k, v, strides_of(q, k, v), parts, shape, layout, q_length, k_length, each, count, scale,
-            **constants, **_LAUNCH,
+            q, k, v, out, strides_of(q, k, v, out), parts or (out, out, out), shape, layout, q_length, k_length, each,
+            count, scale, ALONE=alone, **constants, **_LAUNCH,
         )  # fmt: skip
-        decoding.join[heads, batch](
-            parts, out, strides_of(out)[0], shape, layout[0], q_length, k_length - q_length, count, number, **joining
-        )
+        if not alone:
+            past = k_length - q_length
+            decoding.join[heads, batch](
+                parts, out, strides_of(out)[0], shape, layout[0], q_length, past, count, number, **joining
+            )
     return out
 
 

@@ -1,7 +1,8 @@
 """The decoding kernel: a few queries against many keys, which several programs share between them.
 
 All query heads of one key head are rows of one tile, so that keys and values are read once. Each program takes a share
-of the keys, and a second kernel joins the shares by their maxima, as the forward kernel joins tiles.
+of the keys, and a second kernel joins the shares by their maxima, as the forward kernel joins tiles. A share of all
+keys needs no joining.
 """
 
 import triton
@@ -24,12 +25,25 @@ def query_rows(shape, queries, head, batch, length, past, count, GROUPS: tl.cons
 
 
 @triton.jit
+def write(acc, total, out, strides, one, index, batch, i, sizes, count, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """D·acc/total into the rows' places."""
+    size = tl.load(sizes + tl.minimum(i, count - 1)).to(tl.float32)
+    values = tl.where(total[:, None] > 0.0, acc / tl.where(total > 0.0, total, 1.0)[:, None] * size, 0.0)
+    at = out + batch.to(tl.int64) * strides[0] + one[:, None] * strides[1] + index[:, None] * strides[2]
+    inside = tl.arange(0, ROWS)[:, None] < rows
+    tl.store(at + tl.arange(0, WIDTH)[None, :], values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def share(
-    q, k, v, strides, shares, shape, layout, q_length, k_length, each, count, scale,
+    q, k, v, out, strides, shares, shape, layout, q_length, k_length, each, count, scale,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
-    """One share of `each` keys of one key head: sums of weighted values, of weights, and the maximum, by row."""
+    """One share of `each` keys of one key head: sums of weighted values, of weights, and the maximum, by row.
+
+    ALONE: it is all keys, and the output is written at once.
+    """
     number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     past = k_length - q_length
     one, index, slope, own = query_rows(
@@ -60,10 +74,13 @@ def share(
         total = total * shrink + tl.sum(weights, 1)
         values = tile.tokens(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
-    slot = ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + number) * ROWS + r
-    tl.store(shares[0] + slot[:, None] * WIDTH + features, acc)
-    tl.store(shares[1] + slot, total)
-    tl.store(shares[2] + slot, top)
+    if ALONE:
+        write(acc, total, out, strides[3], one, index, batch, i, shape[4], count, GROUPS * q_length, WIDTH, ROWS)
+    else:
+        slot = ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + number) * ROWS + r
+        tl.store(shares[0] + slot[:, None] * WIDTH + features, acc)
+        tl.store(shares[1] + slot, total)
+        tl.store(shares[2] + slot, top)
 
 
 @triton.jit
@@ -86,7 +103,4 @@ def join(
         acc = acc * old[:, None] + tl.load(shares[0] + slot[:, None] * WIDTH + features) * new[:, None]
         total = total * old + tl.load(shares[1] + slot) * new
         top = highest
-    size = tl.load(shape[4] + tl.minimum(own[0], count - 1)).to(tl.float32)
-    values = tl.where(total[:, None] > 0.0, acc / tl.where(total > 0.0, total, 1.0)[:, None] * size, 0.0)
-    at = out + batch.to(tl.int64) * strides[0] + one[:, None] * strides[1] + index[:, None] * strides[2]
-    tl.store(at + features, values.to(out.dtype.element_ty), mask=r[:, None] < GROUPS * q_length)
+    write(acc, total, out, strides, one, index, batch, own[0], shape[4], count, GROUPS * q_length, WIDTH, ROWS)
