@@ -1,9 +1,11 @@
 """The application: commands, and one-line errors instead of tracebacks for what a user can put right."""
 
 import sys
+from typing import Annotated
 
 import typer
 
+from skipless import __version__
 from skipless.cli import demo, evaluate, export, generate, inspect, kernels, prepare, report, reproduce, train
 from skipless.cli.stopping import told
 
@@ -31,8 +33,18 @@ for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"skipless {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = (
+        False
+    ),
+) -> None:
     """Deep transformers without shortcuts."""
 
 
