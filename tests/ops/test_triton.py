@@ -49,23 +49,24 @@ def test_tensors_that_do_not_lie_in_rows_are_copied():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.float16])
 @pytest.mark.parametrize(
-    ("shape", "heads", "kv_heads", "queries", "keys"),
+    ("shape", "sizes"),
     [
-        (SHAPES["exponential"], 4, 2, 1, 200),
-        (SHAPES["uniform"], 4, 1, 3, 300),
-        (AlibiShape(4), 4, 4, 5, 130),
-        (AlibiShape(2, causal=False), 2, 2, 2, 65),
+        (SHAPES["exponential"], (4, 2, 1, 200)),
+        (SHAPES["uniform"], (4, 1, 3, 300)),
+        (AlibiShape(4), (4, 4, 5, 130)),
+        (AlibiShape(2, causal=False), (2, 2, 2, 65)),
     ],
 )
 @pytest.mark.parametrize("shared", [True, False])
-def test_decoding_shares_out_the_keys(monkeypatch, shape, heads, kv_heads, queries, keys, dtype, shared):
+def test_decoding_shares_out_the_keys(monkeypatch, shape, sizes, dtype, shared):
     from skipless.ops.triton import decode
 
+    heads, kv_heads, queries, keys = sizes
     monkeypatch.setattr(decode, "_KEYS_PER_SHARE", 64 if shared else 1024)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(keys)
-    sizes = [(2, heads, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16)]
-    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    tensors = [(2, heads, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16)]
+    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for size in tensors)
     assert decode.applies(q, k, needs_grad=False)
     assert (decode.shares_of(keys, kv_heads, 2)[0] > 1) == shared
     mask = torch.ones(2, keys, dtype=torch.long, device=device)

@@ -38,12 +38,13 @@ def shaped_decoding(
     alone, sizes = number == 1, (batch, heads, number, rows)
     parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in ((*sizes, width), sizes, sizes) if not alone)
     shape, layout, q_length, k_length, count, scale = call.common()
-    constants: dict = {n: x for n, x in call.constants().items() if n not in ("RELATIVE", "RANGE")} | {"ROWS": rows}
-    joining: dict = {n: x for n, x in constants.items() if n not in ("CAUSAL", "ROW", "PRECISION")}
+    constants: dict = {n: x for n, x in call.constants().items() if n not in ("RELATIVE", "RANGE")}
+    constants |= {"ROWS": rows, "ALONE": alone}
+    joining: dict = {n: x for n, x in constants.items() if n not in ("CAUSAL", "ROW", "PRECISION", "ALONE")}
     with torch.cuda.device_of(q):
         decoding.share[number, heads, batch](
             q, k, v, out, strides_of(q, k, v, out), parts or (out, out, out), shape, layout, q_length, k_length, each,
-            count, scale, ALONE=alone, **constants, **_LAUNCH,
+            count, scale, **constants, **_LAUNCH,
         )  # fmt: skip
         if not alone:
             past = k_length - q_length

@@ -25,6 +25,24 @@ def query_rows(shape, queries, head, batch, length, past, count, GROUPS: tl.cons
 
 
 @triton.jit
+def weigh(scores, own, places, columns, slope, top, count, CAUSAL: tl.constexpr, ROW: tl.constexpr,
+          LAYOUT: tl.constexpr):  # fmt: skip
+    """The softmax's numerators of a tile, below the maximum so far; what that shrinks earlier ones by; the maximum."""
+    i, document, row, diagonal = own
+    j, j_document = places[0][None, :], places[1][None, :]
+    terms = tile.entries(columns, j, count)
+    seen = tile.visible(i, j, document, j_document, CAUSAL, LAYOUT)
+    scores = tile.exponent(scores, i, j, terms, diagonal, slope, seen, ROW, False, True)
+    peak = scores + tile.near_bias(i, j, terms, row, diagonal, True) if ROW else scores
+    highest = tl.maximum(top, tl.max(peak, 1))
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - shift[:, None])
+    if ROW:
+        weights = weights * tile.factor(i, j, terms, row, diagonal, True)
+    return weights, tl.exp2(top - shift), highest
+
+
+@triton.jit
 def write(acc, total, out, strides, one, index, batch, i, sizes, count, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """D·acc/total into the rows' places."""
     size = tl.load(sizes + tl.minimum(i, count - 1)).to(tl.float32)
@@ -49,7 +67,6 @@ def share(
     one, index, slope, own = query_rows(
         shape, layout[0], head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS
     )
-    i, document, row, diagonal = own
     features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
     at = q + batch.to(tl.int64) * strides[0][0] + one[:, None] * strides[0][1] + index[:, None] * strides[0][2]
     queries = tl.load(at + features, mask=r[:, None] < GROUPS * q_length, other=0.0)
@@ -57,25 +74,15 @@ def share(
     acc, total = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     for start in tl.range(number * each, tl.minimum((number + 1) * each, k_length), BLOCK_N):
-        j, j_document = tile.place(layout[1], batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
-        j, j_document = j[None, :], j_document[None, :]
-        terms = tile.entries(shape[1], j, count)
-        seen = tile.visible(i, j, document, j_document, CAUSAL, LAYOUT)
         keys = tile.tokens(k, strides[1][2], start, k_length, BLOCK_N, WIDTH)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tile.exponent(scores, i, j, terms, diagonal, slope, seen, ROW, False, True)
-        peak = scores + tile.near_bias(i, j, terms, row, diagonal, True) if ROW else scores
-        highest = tl.maximum(top, tl.max(peak, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores - shift[:, None])
-        if ROW:
-            weights = weights * tile.factor(i, j, terms, row, diagonal, True)
-        shrink, top = tl.exp2(top - shift), highest
-        total = total * shrink + tl.sum(weights, 1)
         values = tile.tokens(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
+        places = tile.place(layout[1], batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+        weights, shrink, top = weigh(scores, own, places, shape[1], slope, top, count, CAUSAL, ROW, LAYOUT)
+        total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     if ALONE:
-        write(acc, total, out, strides[3], one, index, batch, i, shape[4], count, GROUPS * q_length, WIDTH, ROWS)
+        write(acc, total, out, strides[3], one, index, batch, own[0], shape[4], count, GROUPS * q_length, WIDTH, ROWS)
     else:
         slot = ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + number) * ROWS + r
         tl.store(shares[0] + slot[:, None] * WIDTH + features, acc)
