@@ -2,7 +2,7 @@
 
 import difflib
 
-from skipless.recipes.reproduce import items_more, items_skipless, items_skips
+from skipless.recipes.reproduce import items_closing, items_more, items_skipless, items_skips
 from skipless.recipes.reproduce.item import Item
 
 ITEMS: dict[str, Item] = {
@@ -24,6 +24,7 @@ ITEMS: dict[str, Item] = {
         items_more.DOWNSTREAM,
         items_more.TRAINING_KERNELS,
         items_more.OPTIMISERS,
+        items_closing.CLOSING,
     )
 }
 
