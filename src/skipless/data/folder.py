@@ -3,15 +3,15 @@
 import json
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
-from importlib import import_module
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from skipless.data.locking import LOCK, sole_worker
 from skipless.data.shards import ASIDE, Section, append_line, read_lines, write_whole, writing
 from skipless.data.store import MANIFEST, VERIFIED, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
 
-OPTIONS, JOURNAL, LOCK = "options.json", "sections.jsonl", ".lock"
+OPTIONS, JOURNAL = "options.json", "sections.jsonl"
 
 
 class Folder:
@@ -25,19 +25,11 @@ class Folder:
         """Keep a second `skipless prepare` out; the lock ends with the process, however that ends."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give --out a folder")
-        with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = (self.path / LOCK).open("w")
-        with file:
-            try:
-                fcntl = import_module("fcntl")
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:
-                pass  # no such locks on Windows
-            except OSError as error:
-                raise ValueError(
-                    f"another skipless prepare is writing to {self.path}: wait for it, or use another --out"
-                ) from error
+        refusal = f"another skipless prepare is writing to {self.path}: wait for it, or use another --out"
+        with ExitStack() as held:
+            with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                held.enter_context(sole_worker(self.path, refusal))
             yield
 
     def claim(self, options: dict, force: bool) -> None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 
+from skipless.data.locking import sole_worker
 from skipless.data.shards import append_line, read_lines
 from skipless.recipes.reproduce.record import Record
 from skipless.recipes.reproduce.text import Text
 
-LOGS, RUNS, LOCK = "logs", "runs", ".lock"
+LOGS, RUNS = "logs", "runs"
 
 
 class ResultsFolder:
@@ -51,16 +51,8 @@ class ResultsFolder:
     def locked(self) -> Generator[None]:
         """Keep a second `skipless reproduce` out of the folder; the lock ends with the process."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / LOCK).open("w") as file:
-            try:
-                fcntl = import_module("fcntl")
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except ImportError:
-                pass  # no such locks on Windows
-            except OSError as error:
-                raise ValueError(
-                    f"another skipless reproduce is working in {self.path}: wait for it, or use another --out"
-                ) from error
+        refusal = f"another skipless reproduce is working in {self.path}: wait for it, or use another --out"
+        with sole_worker(self.path, refusal):
             yield
 
 
