@@ -11,9 +11,7 @@ _BLOCK, _WARPS = 4096, 8
 
 
 @triton.jit
-def row_kernel(  # noqa: PLR0913
-    logits, stride, targets, losses, columns, scale, WRITE: tl.constexpr, BLOCK: tl.constexpr
-):
+def row_kernel(logits, stride, targets, losses, columns, scale, WRITE: tl.constexpr, BLOCK: tl.constexpr):
     """One row: its logsumexp in one pass, then (softmax − onehot)·scale over the logits in a second."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
