@@ -102,4 +102,4 @@ def takes_twins(optimizer: Optimizer) -> bool:
 
 
 def _on_device(rate: float | Tensor, device: torch.device) -> Tensor:
-    return rate if isinstance(rate, Tensor) else torch.full((), rate, device=device)
+    return rate.to(device) if isinstance(rate, Tensor) else torch.full((), rate, device=device)

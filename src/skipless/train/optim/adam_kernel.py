@@ -57,8 +57,9 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
             tuple(ends),
             rate,
             scale,
-            first,
             second,
+            1.0 - first,  # here, in float64: the kernel's float32 would round β₂ before taking it from 1
+            1.0 - second,
             math.log(first),
             math.log(second),
             eps,
@@ -73,8 +74,9 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
 
 @triton.jit
 def _update(
-    counts, values, gradients, means, squares, twins, sizes, ends, rate, scale, first, second, log_first, log_second,
-    eps, decay, COUNT: tl.constexpr, DECAY: tl.constexpr, TWIN: tl.constexpr, BLOCK: tl.constexpr,
+    counts, values, gradients, means, squares, twins, sizes, ends, rate, scale, second, new_first, new_second,
+    log_first, log_second, eps, decay,
+    COUNT: tl.constexpr, DECAY: tl.constexpr, TWIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     eta = tl.load(rate)
@@ -96,8 +98,8 @@ def _update(
                 gradient += decay * value
             if DECAY == 2:
                 value *= shrink
-            mean += (1.0 - first) * (gradient - mean)
-            square = second * square + (1.0 - second) * gradient * gradient
+            mean += new_first * (gradient - mean)
+            square = second * square + new_second * gradient * gradient
             value -= step_size * mean / (tl.sqrt(square) / spread + eps)
             tl.store(values[index] + offsets, value, mask=inside)
             tl.store(means[index] + offsets, mean, mask=inside)

@@ -1,7 +1,9 @@
 """Half-precision twins of a network's matrices: what autocast casts anew in every step, kept between steps instead."""
 
+from collections import Counter
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ def twin_of(parameter: Tensor) -> Tensor | None:
 
 
 class Twins:
-    """A twin in `dtype` for every weight and bias of an nn.Linear in `model`, for training under autocast.
+    """A twin in `dtype` for the matrix of every nn.Linear in `model`, for training under autocast.
 
     Inside in_place() the network computes with the twins, and they receive the gradients: the same numbers as autocast
     gives, bit for bit, without a cast of every matrix forward and of every gradient backward. The parameters stay
@@ -29,13 +31,12 @@ class Twins:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16):
         self._places = [
-            (layer, name, parameter)
+            (layer, cast(nn.Parameter, layer.weight))
             for layer in _linear_layers(model)
-            for name, parameter in layer.named_parameters(recurse=False)
-            if parameter.dtype == torch.float32 and not isinstance(parameter, DTensor)
+            if layer.weight.dtype == torch.float32 and not isinstance(layer.weight, DTensor)
         ]
-        for _, _, parameter in self._places:
-            vars(parameter)["twin"] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+        for _, matrix in self._places:
+            vars(matrix)["twin"] = nn.Parameter(matrix.detach().to(dtype), matrix.requires_grad)
         self._versions = self._seen()
 
     def __len__(self) -> int:
@@ -44,25 +45,25 @@ class Twins:
     @contextmanager
     def in_place(self) -> Generator[None]:
         """The twins take the parameters' places in their layers meanwhile."""
-        for layer, name, parameter in self._places:
-            layer._parameters[name] = vars(parameter)["twin"]
+        for layer, matrix in self._places:
+            layer._parameters["weight"] = vars(matrix)["twin"]
         try:
             yield
         finally:
-            for layer, name, parameter in self._places:
-                layer._parameters[name] = parameter
+            for layer, matrix in self._places:
+                layer._parameters["weight"] = matrix
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast anew if anything but the optimiser's own kernel has changed a parameter since: a loaded checkpoint."""
         versions = self._seen()
         if versions != self._versions:
-            twins = [vars(parameter)["twin"] for _, _, parameter in self._places]
-            torch._foreach_copy_(twins, [parameter for _, _, parameter in self._places])
+            twins = [vars(matrix)["twin"] for _, matrix in self._places]
+            torch._foreach_copy_(twins, [matrix for _, matrix in self._places])
             self._versions = versions
 
     def _seen(self) -> list[int]:
-        return [parameter._version for _, _, parameter in self._places]
+        return [matrix._version for _, matrix in self._places]
 
 
 def clear_gradients(parameters: Iterable[Tensor]) -> None:
@@ -74,10 +75,7 @@ def clear_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def _linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """Layers whose parameters nobody else uses: autocast serves only products with them."""
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
-    return [layer for layer in layers if all(owners[id(p)] == 1 for p in layer.parameters(recurse=False))]
+    """Layers whose matrix nobody else uses: autocast serves only products with it."""
+    modules = list(model.modules())
+    owners = Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
+    return [module for module in modules if type(module) is nn.Linear and owners[id(module.weight)] == 1]
