@@ -1,5 +1,7 @@
 """What is peculiar to FlexAttention: block masks without T×T tensors, one kernel for all blocks, no silent fallback."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -118,9 +120,14 @@ def test_running_out_of_signatures_fails_aloud(monkeypatch):
 @pytest.mark.parametrize("impl", [pytest.param("flex", marks=pytest.mark.gpu), "sdpa", "auto"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_inside_a_compiled_function(impl, packed):
-    """A block compiled as a whole takes the op in without a graph break, and a second block's shape without another."""
+    """A block compiled as a whole takes the op in without a graph break, and a second block's shape without another.
+
+    FlexAttention's mask of documents is built beforehand.
+    """
     q, k, v = tensors(2, 2, 130, 16)
     layout = Layout.packed(torch.arange(260, device=DEVICE).reshape(2, 130) // 50) if packed else None
+    if packed:
+        layout = attention.prepare(Request(q, k, v, ShapeParts.of(PlainShape(), 130, DEVICE), layout), impl)
     parts = [ShapeParts.of(ExponentialShape.between(g, 0.3, 0.1), 130, DEVICE) for g in (np.inf, 0.5)]
 
     def block(q, k, v, parts, layout):
@@ -134,6 +141,21 @@ def test_inside_a_compiled_function(impl, packed):
             torch.testing.assert_close(compiled(q, k, v, one, layout), want, rtol=1e-5, atol=1e-5)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1]
+
+
+def test_a_mask_of_documents_is_not_built_inside_a_compiled_function(monkeypatch):
+    """Where it is, torch 2.11's kernel reads memory that is not its own. Asked as if this were a GPU's compiler."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    q, k, v = (torch.empty(2, 2, 130, 16, device="meta") for _ in range(3))
+    layout = Layout.packed(torch.arange(260).reshape(2, 130) // 50)
+    request = Request(q, k, v, ShapeParts.of(PlainShape(), 130), layout)
+    assert not flex._is_prepared(request)
+    assert flex._is_prepared(dataclasses.replace(request, layout=None))
+    blocks.block_mask(layout, causal=True)
+    assert not flex._is_prepared(request)  # inside a compiled function nothing is kept
+    monkeypatch.undo()
+    blocks.block_mask(layout, causal=True)
+    assert flex._is_prepared(request)
 
 
 @pytest.mark.parametrize("packed", [True, False])

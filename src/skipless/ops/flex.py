@@ -64,9 +64,18 @@ def refusal(request: Request) -> str | None:
             f"torch's CPU FlexAttention gives wrong numbers for {request.k.shape[2]} keys of head_width "
             f"{request.q.shape[3]} (below 32, with 8 keys modulo 16)"
         )
+    if torch.compiler.is_compiling() and not _is_prepared(request):
+        return "a mask of documents cannot be built inside a compiled function (torch 2.11 reads beyond it): prepare it"
     if request.q.is_cuda and request.q.shape[3] < 16:
         return f"FlexAttention needs a head_width of at least 16 on a GPU, and it is {request.q.shape[3]}"
     return None
+
+
+def _is_prepared(request: Request) -> bool:
+    """Whether the layout, if it is more than locations in order, holds its mask already."""
+    if request.layout is None or request.in_order or request.layout.past is not None:
+        return True
+    return ("flex", request.parts.causal) in request.layout.for_rows(request.q.shape[0]).memo
 
 
 def _is_wrong_on_cpu(request: Request) -> bool:
