@@ -1,10 +1,12 @@
 """How many directions a kernel has left, from its eigenvalues.
 
-A GPU takes them one matrix at a time, and longer than a processor does: kernels of a model on a GPU are sent to a
-thread that works beside it, so that nothing waits.
+A GPU takes them one matrix at a time, and longer than a processor does: kernels of a model on a GPU are sent to
+threads that work beside it, so that nothing waits. Each uses one core: matrices of this size gain nothing from more,
+and where other work holds some of the cores, threads that wait for each other lose all.
 """
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 Ranks = tuple[float, float]
+_MOST_WORKERS = 8
 
 
 def later(kernels: list[Tensor]) -> Callable[[], Ranks]:
@@ -27,7 +30,7 @@ def later(kernels: list[Tensor]) -> Callable[[], Ranks]:
         copied.synchronize()
         return _mean([ranks(kernel) for kernel in copies])
 
-    return _worker().submit(work).result
+    return _workers().submit(work).result
 
 
 @torch.no_grad()
@@ -41,8 +44,9 @@ def ranks(kernel: Tensor) -> Ranks:
 
 
 @cache
-def _worker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="skipless-spectrum")
+def _workers() -> ThreadPoolExecutor:
+    count = min(_MOST_WORKERS, os.cpu_count() or 1)
+    return ThreadPoolExecutor(count, "skipless-spectrum", initializer=torch.set_num_threads, initargs=(1,))
 
 
 def _mean(found: list[Ranks]) -> Ranks:
