@@ -117,7 +117,7 @@ def test_a_reproduction_that_agrees_and_one_that_does_not(text: Text, fake) -> N
     assert [verdict.mark for _, verdict in bad.verdicts] == ["fail", "pass", "pass", "pass", "fail", "fail", "pass"]
     page = markdown(bad, "baselines-small.png")
     assert "| e-spa ends below u-spa by more than 0.05 | **fail** | 6.510 ± 0.010 against 6.010 ± 0.010 |" in page
-    assert "| E-SPA | 2.79 ± 0.02 | 6.510 ± 0.010 | 1500 | 20 s | 2 | 1e-05 (at the edge) | baselines-small" in page
+    assert "| E-SPA | 2.79 ± 0.02 | 6.510 ± 0.010 | 1500 | 20 s | 2 | 2e-05 | baselines-small" in page
     assert "![Training curves, and the rates tried](baselines-small.png)" in page
     assert "All runs are done." in page
 

@@ -63,6 +63,8 @@ def test_one_more_beyond_the_edge() -> None:
     assert rates.beyond({2e-5: 4.0, 3e-5: 3.9, 5e-5: 3.8}) == 1e-4
     assert rates.beyond({2e-5: INF, 3e-5: INF, 5e-5: INF}) == 1e-5
     assert rates.beyond({3e-5: 4.0}) is None
+    assert rates.beyond({2e-5: 4.005, 3e-5: 4.2, 5e-5: 4.0}) == 1e-4
+    assert rates.beyond({2e-5: 4.1, 3e-5: 4.005, 5e-5: 4.0}) is None  # no better than its neighbour
 
 
 def test_first_sweeps_then_seeds_at_the_best_rate(setting: Setting, fake) -> None:
@@ -75,14 +77,22 @@ def test_first_sweeps_then_seeds_at_the_best_rate(setting: Setting, fake) -> Non
     assert [(job.rate, job.seed, job.stage) for job in seeds] == [(3e-5, 1, 1)]
 
 
-def test_a_best_rate_at_the_edge_adds_one_rate_and_no_more(setting: Setting, fake) -> None:
+def test_a_best_rate_at_the_edge_adds_rates_and_three_at_most(setting: Setting, fake) -> None:
     item = ITEMS["baselines"]
     records = run_all([item], setting, fake, lambda job: 5.0 - math.log10(job.rate))
     outcome = outcome_of(item, item.arm("e-spa"), setting, records)
-    assert list(outcome.sweep) == [2e-5, 3e-5, 5e-5, 1e-4]
-    assert (outcome.best, outcome.edge) == (1e-4, True)
+    assert list(outcome.sweep) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4, 3e-4]
+    assert (outcome.best, outcome.edge) == (3e-4, True)
     assert sorted(outcome.runs[1.0]) == [0, 1]
-    assert all(len(outcome_of(item, arm, setting, records).sweep) == 4 for arm in item.chosen(setting.scale))
+    assert all(len(outcome_of(item, arm, setting, records).sweep) == 6 for arm in item.chosen(setting.scale))
+
+
+def test_rates_are_added_until_the_best_lies_inside(setting: Setting, fake) -> None:
+    item = ITEMS["baselines"]
+    records = run_all([item], setting, fake, lambda job: 5.0 + abs(math.log10(job.rate / 1e-4)))
+    outcome = outcome_of(item, item.arm("e-spa"), setting, records)
+    assert list(outcome.sweep) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4]
+    assert (outcome.best, outcome.edge) == (1e-4, False)
 
 
 def test_divergence_is_a_result(setting: Setting, fake) -> None:
@@ -92,7 +102,8 @@ def test_divergence_is_a_result(setting: Setting, fake) -> None:
     assert lost.failed
     assert math.isinf(lost.sample("train_loss").mean)
     kept = outcome_of(item, item.arm("e-spa"), setting, records)
-    assert kept.best == 1e-5  # the lowest of three equal ones
+    assert kept.best == 2e-5  # the lowest of two equal ones
+    assert not kept.edge
     assert not missing([item], setting, records)
 
 

@@ -12,6 +12,7 @@ from skipless.recipes.reproduce.job import Setting
 from skipless.recipes.reproduce.kernel_checks import Check
 from skipless.recipes.reproduce.outcome import Outcome, outcome_of
 from skipless.recipes.reproduce.plan import missing
+from skipless.recipes.reproduce.rates import MOST_BEYOND
 from skipless.recipes.reproduce.record import Record
 from skipless.recipes.reproduce.table import HEAD, RATIO_HEAD, ratio_rows, rows
 
@@ -115,9 +116,9 @@ def _how(summary: Summary) -> str:
     times = f" Times are of up to {beside} runs side by side on one device." if beside > 1 else ""
     commits = ", ".join(sorted({record.commit for record in runs if record.commit}))
     tuned = (
-        f"Every arm: {_count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, one more beyond "
-        f"the best if that lies at the edge, seed 0, chosen by training loss; then {_count(setting.seeds, 'seed')} at "
-        "the best rate."
+        f"Every arm: {_count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
+        f"the best while that lies at the edge ({MOST_BEYOND} at most), seed 0, chosen by training loss; then "
+        f"{_count(setting.seeds, 'seed')} at the best rate."
     )
     words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
     where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."

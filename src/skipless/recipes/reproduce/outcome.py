@@ -65,11 +65,15 @@ def outcome_of(item: Item, arm: Arm, setting: Setting, records: Mapping[str, Rec
     """Look up the arm's runs. The best rate is that of the lowest training loss, as in App. H."""
     grid = list(arm.rates(setting.scale, setting.text, setting.rates))
     sweep, missing = _swept(item, arm, setting, records, grid)
-    if not missing and (more := rates.beyond({rate: record.train_loss for rate, record in sweep.items()})) is not None:
-        sweep, missing = _swept(item, arm, setting, records, [*grid, more])
+    for _ in range(rates.MOST_BEYOND):
+        losses = {rate: record.train_loss for rate, record in sweep.items()}
+        if missing or (more := rates.beyond(losses)) is None:
+            break
+        grid.append(more)
+        sweep, missing = _swept(item, arm, setting, records, grid)
     finite = {rate: record.train_loss for rate, record in sweep.items() if math.isfinite(record.train_loss)}
     best = min(finite, key=lambda rate: (finite[rate], rate)) if finite and not missing else None
-    edge = best is not None and len(sweep) > 1 and best in (min(sweep), max(sweep))
+    edge = best is not None and rates.beyond({rate: record.train_loss for rate, record in sweep.items()}) is not None
     if best is None:
         return Outcome(arm, dict(sorted(sweep.items())), tuple(missing), None, edge)
     runs = _finals(item, arm, setting, records, best)

@@ -1,7 +1,7 @@
 """Learning rates: the paper's ladder {1, 2, 3, 5}·10ⁿ, the rate each kind of network is expected to like, and grids.
 
-Every arm of an item gets the same number of rates, centred on the expected one, and one more beyond the best where
-that lies at the edge: equal tuning.
+Every arm of an item gets the same number of rates, centred on the expected one, and another beyond the best while that
+lies at the edge and is better than its neighbour, three at most: equal tuning.
 """
 
 import math
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from skipless.model.config import ModelConfig
 
 MANTISSAS = (1, 2, 3, 5)
+MOST_BEYOND = 3
+SAME = 0.01  # nats: two seeds differ by as much
 
 # At 36 blocks × 512 over 3,000 steps. Vanilla and Pre-LN with Adam and Muon and weighted skips are measured; SOAP takes
 # Adam's, whose step size it shares, and networks with one of two skips lie between those with none and both.
@@ -55,15 +57,19 @@ def grid(middle: float, count: int) -> tuple[float, ...]:
 def beyond(losses: Mapping[float, float]) -> float | None:
     """The next rate of the ladder beyond the best one, if that is the lowest or highest of several; else None.
 
-    Diverged runs have an infinite loss; where all have diverged, the next lower rate.
+    None also where its neighbour is as good: the loss no longer depends on the rate. Diverged runs have an infinite
+    loss; where all have diverged, the next lower rate.
     """
     if len(losses) < 2:
         return None
-    lowest, highest = min(losses), max(losses)
-    best = min(losses, key=lambda rate: (losses[rate], rate))
-    if best == lowest:
-        return _rate(_place(lowest) - 1)
-    return _rate(_place(highest) + 1) if best == highest else None
+    tried = sorted(losses)
+    if all(map(math.isinf, losses.values())):
+        return _rate(_place(tried[0]) - 1)
+    best = min(tried, key=lambda rate: (losses[rate], rate))
+    for edge, neighbour, step in ((tried[0], tried[1], -1), (tried[-1], tried[-2], 1)):
+        if best == edge and losses[neighbour] - losses[best] > SAME:
+            return _rate(_place(edge) + step)
+    return None
 
 
 def _place(rate: float) -> int:
