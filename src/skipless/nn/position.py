@@ -14,7 +14,6 @@ class Rotation:
 
     def __init__(self, cos: Tensor, sin: Tensor):
         self.cos, self.sin = cos, sin
-        self._signed = torch.stack([-sin, sin], dim=-2)  # of the first and the second half
 
     @classmethod
     def at(cls, locations: Tensor, head_width: int, base: float = 10_000.0) -> "Rotation":
@@ -31,13 +30,10 @@ class Rotation:
         return self if cos is self.cos else Rotation(cos, self.sin.to(device))
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the pairs (k, k + head_width/2) of x (batch, heads, T, head_width).
-
-        Without joining halves, so that the gradient too is one elementwise expression, which a compiler fuses.
-        """
-        halves = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (2, -1))
-        turned = halves * self.cos[..., None, :] + halves.flip(-2) * self._signed
-        return turned.flatten(-2).to(x.dtype)
+        """Rotate the pairs (k, k + head_width/2) of x (batch, heads, T, head_width)."""
+        first, second = x.float().chunk(2, dim=-1) if x.dtype != torch.float64 else x.chunk(2, dim=-1)
+        turned = torch.cat([first * self.cos - second * self.sin, first * self.sin + second * self.cos], dim=-1)
+        return turned.to(x.dtype)
 
 
 class RelativePosition(nn.Module):
