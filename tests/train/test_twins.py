@@ -19,6 +19,7 @@ from skipless.train.optim.twins import Twins, gradient_of, twin_of
 from skipless.train.step import TrainStep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DRIFT = 1e-5 if DEVICE.type == "cpu" else 1e-4  # where Adam's kernel rounds otherwise than torch's, over ten steps
 NETWORK = ModelConfig(
     vocab_size=40, width=64, depth=3, heads=2, length=16, scheme=ExponentialSPA(0.05, 0.06), activation="gelu"
 )
@@ -58,7 +59,7 @@ def test_ten_steps_are_those_of_autocast(monkeypatch):
         loss, norm = ours(index, batch_of(index))
         other_loss, other_norm = theirs(index, batch_of(index))
         torch.testing.assert_close(loss, other_loss, rtol=1e-5, atol=0.0)
-        torch.testing.assert_close(norm, other_norm, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(norm, other_norm, rtol=DRIFT, atol=0.0)
     if DEVICE.type == "cpu":
         ours.clip = theirs.clip = None  # whose factor is found in another order: from here on to the last bit
         fresh, other = build(monkeypatch, True), build(monkeypatch, False)
