@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from skipless.analysis.inspection import BlockSignal, Inspection
-from skipless.analysis.report import render
+from skipless.analysis.report import ResultTable, render
 from skipless.analysis.report_sources import inspection_from_dict, inspection_of_states, inspections_of_certificates
 from skipless.theory import kernels
 from skipless.theory.certificate import Verdict
@@ -188,6 +188,14 @@ def test_certificates_keep_the_kernels_that_were_shown() -> None:
     assert inspection.blocks[1].cosine_quantiles == ()
 
 
+def test_claims_are_counted_at_the_top() -> None:
+    claims = [("a below b", "pass", "1 against 2"), ("b below c", "fail", ""), ("c below d", "not run", "")]
+    tables = [ResultTable("losses", ("arm", "ours"), [("a", "1")]), ResultTable("bands", ("claim",), claims, True)]
+    page = render([], results=tables)
+    assert "Of 3 claims stated before the runs 1 hold, 1 fail, 1 await their runs." in page
+    assert "claims stated" not in render([], results=tables[:1])
+
+
 def opened(path: Path, fragment: str = "") -> str:
     """The page's DOM after its script has run, in a browser; any message on the console fails."""
     profile = path.parent / "profile"
@@ -209,7 +217,7 @@ def test_the_page_draws_itself_under_its_own_policy(tmp_path: Path) -> None:
     assert dom.count("<canvas") == 2
     assert dom.count('data-block="3"') == 2
     assert ">after block 3</output>" in dom
-    assert dom.count('class="plot"') == 4 + 3  # by block, and of training
+    assert dom.count('class="plot"') == 4 + 2  # by block, and of training; one validation is no curve
     assert dom.count('class="lost"') >= 4  # the place of loss, in every chart by block and in the table
 
 

@@ -7,6 +7,7 @@ allows that one script and no request, so that a page can be mailed, archived an
 import base64
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -41,16 +42,18 @@ _HEADS: tuple[tuple[str, str, str], ...] = (
     ("on first", "attention_first", "attention paid to the first location"),
     ("carry", "carry", "cosine between a location before and after the block: near 0 without a skip"),
 )
+_TALLIES = (("pass", "hold"), ("fail", "fail"), ("not run", "await their runs"))
 _RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity")
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of a reproduction: what it is of, its columns and its cells, as text."""
+    """A table of a reproduction: what it is of, its columns, its cells as text; claims: of (claim, verdict, numbers)."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    claims: bool = False
 
 
 def render(
@@ -70,10 +73,10 @@ def render(
     script = "\n".join((page / name).read_text("utf-8") for name in ("charts.js", "kernels.js", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template((page / "page.html").read_text("utf-8")).substitute(
-        title=escape(title or _default_title(inspections, curves)),
+        title=escape(title or ("Paper and measurement" if results else _default_title(inspections, curves))),
         digest=digest,
         style=(page / "page.css").read_text("utf-8"),
-        headline=escape(_headline(inspections, curves)),
+        headline=escape(_tally(results) if results and not inspections else _headline(inspections, curves)),
         cards="\n".join(_card(index, inspection) for index, inspection in enumerate(inspections)),
         networks="" if inspections else "hidden",
         kernels="" if any(inspection.kernels is not None for inspection in inspections) else "hidden",
@@ -87,6 +90,14 @@ def render(
     )
 
 
+def _tally(results: Sequence[ResultTable]) -> str:
+    """How many of the claims stated before the runs hold."""
+    marks = Counter(row[1] for table in results if table.claims for row in table.rows)
+    said = [f"{marks[mark]} {words}" for mark, words in _TALLIES if marks[mark]]
+    claims = f" Of {sum(marks.values())} claims stated before the runs {', '.join(said)}." if said else ""
+    return f"What the paper prints, beside what was measured.{claims}"
+
+
 def _default_title(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
     names = [inspection.model for inspection in inspections] or list(curves)
     run = next(iter(curves)) if len(curves) == 1 else ""
@@ -97,8 +108,6 @@ def _default_title(inspections: Sequence[Inspection], curves: Mapping[str, Any])
 
 def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
     """The verdict over all, in one sentence."""
-    if not inspections and not curves:
-        return "What the paper prints, beside what was measured."
     if not inspections:
         return f"Training curves of {len(curves)} run{'s' * (len(curves) > 1)}."
     lost = [inspection for inspection in inspections if inspection.verdict.lost]
@@ -155,7 +164,9 @@ def _run_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     rows = []
     for name, records in curves.items():
         steps = max((record["step"] for record in records if "step" in record), default=None)
-        values = [_last(records, "ema", "loss"), _last(records, "valid_loss"), _last(records, "valid_perplexity")]
+        valid = _last(records, "valid_loss")
+        perplexity = _last(records, "valid_perplexity") or (None if valid is None else math.exp(min(valid, 700.0)))
+        values = [_last(records, "ema", "loss"), valid, perplexity]
         cells = "".join(f"<td>{_short(value)}</td>" for value in values)
         shown = "–" if steps is None else f"{steps:,}".replace(",", "\N{THIN SPACE}")
         rows.append(f'<tr><th scope="row">{escape(name)}</th><td>{shown}</td>{cells}</tr>')

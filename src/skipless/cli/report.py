@@ -43,8 +43,9 @@ def command(
     for path in results:
         found, more = read_results(path)
         tables += more
-        if len(found) <= MOST_CURVES:
-            curves |= {_free(name, curves): records for name, records in found.items()}
+        if len(found) <= MOST_CURVES:  # a run that several items share is drawn once
+            new = {name: records for name, records in found.items() if records not in curves.values()}
+            curves |= {_free(name, curves): records for name, records in new.items()}
         else:
             print(f"{path}: tables without their {len(found)} curves, too many for a chart; name one item's .json")
     page = render(inspections, curves, title, tables).encode()

@@ -73,7 +73,7 @@ def _tables(data: dict[str, Any]) -> "list[ResultTable]":
         for quantity, rows in data["tables"].items()
     ]
     bands = [(band["claim"], band["mark"], band["detail"]) for band in data["bands"]]
-    return [*tables, *([ResultTable(f"{of}: bands", ("claim", "verdict", "numbers"), bands)] if bands else [])]
+    return [*tables, *([ResultTable(f"{of}: bands", ("claim", "verdict", "numbers"), bands, True)] if bands else [])]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

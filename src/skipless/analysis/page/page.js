@@ -114,19 +114,19 @@ function curveSeries(line, faint) {
 function trainingCharts() {
   const holder = document.getElementById("curve-charts");
   const specs = [
-    { title: "Training loss", note: "Cross-entropy in nats per token, smoothed; faint: as logged.", series: curveSeries("ema", "loss") },
-    { title: "Validation loss", note: "On text the network is not trained on.", series: curveSeries("valid_loss") },
+    { title: "Training loss", note: "Cross-entropy in nats per token, smoothed; faint: as logged.", series: curveSeries("ema", "loss"), settle: true },
+    { title: "Validation loss", note: "On text the network is not trained on.", series: curveSeries("valid_loss"), fewest: 2 },
     { title: "Gradient norm", note: "Of all parameters together, before clipping.", series: curveSeries("gradient"), mayBeLog: true, floor: 0 },
   ];
   const range = [0, Math.max(...specs.flatMap((s) => s.series.flatMap((one) => one.x)))];
-  for (const { series, ...spec } of specs) {
-    if (!series.length) continue;
+  for (const { series, fewest = 1, ...spec } of specs) {
+    if (!series.some((one) => one.x.length >= fewest)) continue;
     const chart = new Chart(holder, {
       ...spec, range, onPoint: (x) => chart.mark(x), onPick: (x) => chart.mark(x), xName: (x) => `step ${x}`, xTick: (x) => words(x),
     });
     chart.show(series);
   }
-  holder.classList.add("three");
+  holder.classList.add(holder.children.length > 2 ? "three" : "two");
 }
 
 function toggles() {
