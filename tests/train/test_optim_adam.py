@@ -19,9 +19,10 @@ SIZES = [(40, 64), (3,), (1,), (65, 63), (2048,), (50, 100), (1, 5000), (7,), (6
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel, also where there is no GPU: in the interpreter."""
+    """The kernel, also where there is no GPU: in the interpreter; and without twins."""
     if not triton.INSTALLED:
         pytest.skip("triton is not installed")
+    monkeypatch.setattr(FusedAdam, "_has_twins", lambda self: True)
     if DEVICE == "cpu":
         monkeypatch.setattr(adam, "serves", lambda group: True)
 

@@ -48,7 +48,7 @@ _RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "pe
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of a reproduction: what it is of, its columns, its cells as text; claims: of (claim, verdict, numbers)."""
+    """A table of a reproduction: what it is of, its columns, its cells as text. claims: of claim, verdict, numbers."""
 
     title: str
     head: Sequence[str]

@@ -14,14 +14,15 @@ class FusedAdam(Adam):
     """torch's Adam (or AdamW, with decoupled_weight_decay) with the same state and the same update.
 
     step(scale=…) takes gradients times a number on the device, as clipping asks for, without writing them; and the
-    gradients of twins (see Twins), which it keeps equal to their parameters. On CUDA, where parameters are float32
-    and not sharded, that is one kernel for several tensors; elsewhere torch's own update does it.
+    gradients of twins (see Twins), which it keeps equal to their parameters. Where there are twins, or a scale, and all
+    is float32 on CUDA and not sharded, that is one kernel for several tensors; otherwise torch's own update does it.
     """
 
     @torch.no_grad()
     def step(self, closure=None, *, scale: Tensor | None = None):
         """One update of every parameter that has a gradient."""
-        if closure is not None or not all(serves(group) for group in self.param_groups):
+        plain = closure is not None or (scale is None and not self._has_twins())
+        if plain or not all(serves(group) for group in self.param_groups):
             return self._plain_step(closure, scale)
         for group in self.param_groups:
             self._update(group, scale)
@@ -32,6 +33,9 @@ class FusedAdam(Adam):
         super().zero_grad(set_to_none)
         if set_to_none:
             clear_gradients(p for group in self.param_groups for p in group["params"])
+
+    def _has_twins(self) -> bool:
+        return any(twin_of(p) is not None for group in self.param_groups for p in group["params"])
 
     def _plain_step(self, closure, scale: Tensor | None):
         """torch's own: twins hand their gradients over, and are cast anew."""
