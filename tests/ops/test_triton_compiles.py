@@ -9,11 +9,12 @@ import pytest
 from skipless.ops import triton
 
 SCRIPT = """
-import sys, torch
+import re, subprocess, sys, tempfile, torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from skipless.ops import ShapeParts
-from skipless.ops.triton import backward, decode, decoding, op
+from skipless.ops.triton import backward, decode, decoding, op, turned
 from skipless.ops.triton.forward import forward
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
@@ -34,7 +35,7 @@ class Launched:
 
 compiled = []
 op.forward = Launched(forward)
-for module, names in ((backward, ("key_side", "query_side")), (decoding, ("share", "join"))):
+for module, names in ((backward, ("key_side", "query_side")), (decoding, ("share", "join")), (turned, ("rotate",))):
     for name in names:
         setattr(module, name, Launched(getattr(module, name)))
 torch.cuda.device_of = lambda tensor: __import__("contextlib").nullcontext()
@@ -49,8 +50,33 @@ op.shaped_attention_backward._init_fn(dout, q, k, v, out, lse, *rest)
 for keys in (k, torch.cat([k] * 2, dim=2)):
     decode.shaped_decoding._init_fn(q[:, :, :1], keys, keys, *rest)
 assert len(compiled) == 6, len(compiled)
+together, table = torch.empty(2, 256, 12 * width, dtype=torch.bfloat16), torch.empty(1, 1, 256, width // 2)
+out, lse, rotated = turned.turned_attention._init_fn(together, table, table, 4, 4, *rest)
+turned.turned_attention_backward._init_fn(dout, together, table, table, rotated, out, lse, 4, 4, *rest)
+assert len(compiled) == 10, len(compiled)
 print([(kernel.name, kernel.metadata.shared) for kernel in compiled])
 assert all(kernel.metadata.shared <= 227 * 1024 for kernel in compiled)
+
+def usage(kernel):
+    '''Programs that a multiprocessor's registers hold, and bytes of stack.'''
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(word + r":(\\d+)", told)[1]) for word in ("REG", "STACK"))
+    print(kernel.name, registers, "registers", stack, "bytes of stack")
+    return 65536 // (-(-registers // 8) * 8 * 32 * kernel.metadata.num_warps), stack
+
+for plain, turning in zip(compiled[1:3], compiled[8:], strict=True):
+    assert plain.name == turning.name and plain.hash != turning.hash
+    (programs, stack), (turning_programs, turning_stack) = usage(plain), usage(turning)
+    assert turning_programs >= programs and turning_stack <= stack, "turning back costs registers"
+    assert turning.metadata.shared <= plain.metadata.shared
+rotate = compiled[6]
+assert usage(rotate) == (8, 0)
+accesses = set(re.findall(r"(?:ld|st)\\.global\\S*", rotate.asm["ptx"]))
+assert accesses == {"ld.global.v4.b32", "st.global.v4.b32"}, accesses
 """
 
 

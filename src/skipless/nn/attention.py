@@ -112,13 +112,21 @@ class ShapedAttention(nn.Module):
     def forward(self, x: Tensor, placement: Placement | None = None, cache: LayerCache | None = None) -> Tensor:
         """x (batch, T, width). With a cache the T tokens follow those it holds."""
         placement = placement or self._default_placement(x)
-        q, k, v = self._projected(x, placement)
+        together = self._joined(x)
+        mixed = self._turned(x, together, placement) if together is not None and cache is None else None
+        if mixed is None:
+            mixed = self._mixed(x, together, placement, cache)
+        return self.output(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+
+    def _mixed(self, x: Tensor, together: Tensor | None, placement: Placement, cache: LayerCache | None) -> Tensor:
+        """What the heads attend to, (batch, heads, T, head_width)."""
+        q, k, v = self._projected(x, together, placement)
         keys, values = cache.append(k, v) if cache is not None else (k, v)
         mixed = shaped_attention(
             q,
             keys,
             values,
-            self.parts(self._extent(keys, placement), x.device, torch.promote_types(x.dtype, torch.float32)),
+            self._parts_for(x, keys, placement),
             impl=self.options.impl,
             layout=placement.layout,
             bias_gain=self.bias_gain,
@@ -127,13 +135,25 @@ class ShapedAttention(nn.Module):
         if self.value_gains is not None and self.attention_gains is not None:
             own = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
             mixed = self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
-        return self.output(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+        return mixed
+
+    def _turned(self, x: Tensor, together: Tensor, placement: Placement) -> Tensor | None:
+        """The same by one operator that rotates, attends and gives the joined product's gradient; None where it cannot.
+
+        It spares the backward pass the rotation's own gradient, and a concatenation.
+        """
+        rotation, gains = placement.rotation, (self.value_gains, self.bias_gain)
+        if rotation is None or self.relative is not None or any(gain is not None for gain in gains):
+            return None
+        q, k, v = self._by_head(x, together)
+        request = Request(q, k, v, self._parts_for(x, k, placement), placement.layout)
+        return attention.turned_attention(request, together, rotation.cos, rotation.sin, self.options.impl)
 
     def request(self, x: Tensor, placement: Placement | None = None) -> Request:
         """What forward asks of shaped_attention for x, for those who look inside; no cache, and nothing is attended."""
         placement = placement or self._default_placement(x)
-        q, k, v = self._projected(x, placement)
-        parts = self.parts(self._extent(k, placement), x.device, torch.promote_types(x.dtype, torch.float32))
+        q, k, v = self._projected(x, self._joined(x), placement)
+        parts = self._parts_for(x, k, placement)
         return Request(q, k, v, parts, placement.layout, self.bias_gain, self._relative_scores(q, k, placement))
 
     def parts(self, length: int, device: torch.device, dtype: torch.dtype) -> ShapeParts:
@@ -168,21 +188,27 @@ class ShapedAttention(nn.Module):
         for name, tensor in new.items():
             old[name].copy_(tensor)
 
-    def _linear_parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x times the three matrices; in compiled training as one product, where joining the weights costs nothing.
+    def _joined(self, x: Tensor) -> Tensor | None:
+        """x times the three matrices as one product: in compiled training, where joining the weights costs nothing.
 
         Modules in their place, or hooks on them, are called as they are.
         """
         layers = (self.query, self.key, self.value)
         plain = all(type(layer) is nn.Linear and not layer._forward_hooks for layer in layers)
         if not (plain and torch.compiler.is_compiling() and torch.is_grad_enabled()):
-            return tuple(layer(x) for layer in layers)
-        together = nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
-        return together.split([layer.out_features for layer in layers], dim=-1)
+            return None
+        return nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
 
-    def _projected(self, x: Tensor, placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
+    def _by_head(self, x: Tensor, together: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values by head, as they lie in the joined product where there is one."""
+        layers = (self.query, self.key, self.value)
+        if together is None:
+            return tuple(self._split(layer(x)) for layer in layers)
+        return tuple(self._split(part) for part in together.split([layer.out_features for layer in layers], dim=-1))
+
+    def _projected(self, x: Tensor, together: Tensor | None, placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head; the first two are rotated."""
-        q, k, v = (self._split(part) for part in self._linear_parts(x))
+        q, k, v = self._by_head(x, together)
         if placement.rotation is not None:
             q, k = placement.rotation.rotate(q), placement.rotation.rotate(k)
         return q, k, v
@@ -206,8 +232,9 @@ class ShapedAttention(nn.Module):
         locations = torch.arange(x.shape[1], device=x.device)[None]
         return Placement(rotation=Rotation.at(locations, self.head_width))
 
-    def _extent(self, keys: Tensor, placement: Placement) -> int:
-        return keys.shape[2] if placement.layout is None else placement.layout.extent or keys.shape[2]
+    def _parts_for(self, x: Tensor, keys: Tensor, placement: Placement) -> ShapeParts:
+        extent = keys.shape[2] if placement.layout is None else placement.layout.extent or keys.shape[2]
+        return self.parts(extent, x.device, torch.promote_types(x.dtype, torch.float32))
 
     def _relative_scores(self, q: Tensor, keys: Tensor, placement: Placement) -> Tensor | None:
         if self.relative is None:

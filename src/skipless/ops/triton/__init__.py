@@ -18,11 +18,21 @@ def attend(request: Request) -> Tensor:
     from skipless.ops.triton import decode, op
 
     q, k, v, parts = request.q, request.k, request.v, request.parts
-    vectors = [t.contiguous() for t in (parts.slope, parts.column, parts.diagonal, parts.row_scale)]
+    vectors = _vectors(request)
     if decode.applies(q, k, request.needs_grad) and q.stride(3) == k.stride(3) == v.stride(3) == 1:
         placed = [] if request.in_order or request.layout is None else [*sides(request.layout, q.shape[0])] * 2
         return decode.shaped_decoding(q, k, v, vectors, parts.row, placed, parts.causal)
     return op.shaped_attention(q, k, v, vectors, parts.row, _placed(request), parts.causal)[0]
+
+
+def attend_turned(request: Request, together: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`attend` with q and k rotated first: q, k, v are the parts of `together` (batch, T, features), in this order."""
+    from skipless.ops.triton import turned
+
+    heads, kv_heads, parts = request.q.shape[1], request.k.shape[1], request.parts
+    return turned.turned_attention(
+        together, cos, sin, heads, kv_heads, _vectors(request), parts.row, _placed(request), parts.causal
+    )[0]
 
 
 def prepare(request: Request) -> Layout | None:
@@ -49,6 +59,11 @@ def refusal(request: Request) -> str | None:
     if not (q.is_cuda or _interpreted()):
         return f"q is on {q.device.type}; on a CPU the kernels run only under TRITON_INTERPRET=1, to be tested"
     return None
+
+
+def _vectors(request: Request) -> list[Tensor]:
+    parts = request.parts
+    return [t.contiguous() for t in (parts.slope, parts.column, parts.diagonal, parts.row_scale)]
 
 
 def _placed(request: Request) -> list[Tensor]:

@@ -77,14 +77,15 @@ def query_span(ranges, batch, number, q_length, k_length, CAUSAL: tl.constexpr, 
 
 @triton.jit
 def key_side(
-    k, v, strides, q, dout, sums, gradients, shape, layout, q_length, k_length, count, scale,
+    k, v, strides, q, dout, sums, gradients, shape, layout, q_length, k_length, count, scale, tables,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, from all query heads that share it. The first tile, the longest, comes first.
 
     q and dout are tensor descriptors. sums: lse, δ. gradients: dk, dv. strides: of k, v, dk, dv.
+    Where TURN, q and k come rotated, and dk is turned back by the tables of `tile.keep_turned`.
     """
     number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slopes, column, diagonal, row, _ = shape
@@ -108,7 +109,8 @@ def key_side(
         if CAUSAL and not LAYOUT:
             state = fold_queries(state, k, v, columns, sources, vectors, places, (edge, last), scale, CAUSAL, ROW,
                                  LAYOUT, RELATIVE, False, WIDTH, BLOCK_M, PRECISION)  # fmt: skip
-    tile.keep(gradients[0], strides[2], batch, head, start, k_length, state[0] * (scale / tile.LOG2E), BLOCK_N, WIDTH)
+    dk = state[0] * (scale / tile.LOG2E)
+    tile.keep_turned(gradients[0], strides[2], batch, head, start, k_length, dk, tables, BLOCK_N, WIDTH, TURN)
     tile.keep(gradients[1], strides[3], batch, head, start, k_length, state[1], BLOCK_N, WIDTH)
 
 
@@ -144,14 +146,14 @@ def gather_keys(
 
 @triton.jit
 def query_side(
-    q, out, dout, dq, strides, k, v, sums, shape, layout, q_length, k_length, count, scale,
+    q, out, dout, dq, strides, k, v, sums, shape, layout, q_length, k_length, count, scale, tables,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, the last tile first; and its δ, which the key side reads.
 
-    k and v are tensor descriptors. sums: lse, δ. strides: of q, out, dout, dq.
+    k and v are tensor descriptors. sums: lse, δ. strides: of q, out, dout, dq. tables, TURN: as key_side's.
     """
     number, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slope, index, i, rows = query_rows(
@@ -176,4 +178,5 @@ def query_side(
                             LAYOUT, RELATIVE, False, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
     total = gather_keys(total, q, upstream, rows, sources, vectors, places, (edge, last), scale, CAUSAL, ROW, LAYOUT,
                         RELATIVE, True, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
-    tile.keep(dq, strides[3], batch, head, start, q_length, total * (scale / tile.LOG2E), BLOCK_M, WIDTH)
+    total *= scale / tile.LOG2E
+    tile.keep_turned(dq, strides[3], batch, head, start, q_length, total, tables, BLOCK_M, WIDTH, TURN)

@@ -67,24 +67,33 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, launch: Launch) -> None:
     )  # fmt: skip
 
 
-def run_key_side(call: Call, dout: Tensor, sums: tuple, gradients: tuple, launch: Launch) -> None:
-    """Fill dk and dv, from lse and δ."""
+def run_key_side(
+    call: Call, dout: Tensor, sums: tuple, gradients: tuple, launch: Launch, tables: tuple | None = None
+) -> None:
+    """Fill dk and dv, from lse and δ; by k before its rotation where there are tables of one."""
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
     gradient.key_side[_tiles(k.shape[2], launch.keys), k.shape[1], k.shape[0]](
         k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries),
-        sums, gradients, shape, layout, *rest, **call.constants(), **_options(launch),
+        sums, gradients, shape, layout, *rest, **_turning(tables, sums), **call.constants(), **_options(launch),
     )  # fmt: skip
 
 
-def run_query_side(call: Call, out: Tensor, dout: Tensor, sums: tuple, dq: Tensor, launch: Launch) -> None:
-    """Fill dq and δ, from lse."""
+def run_query_side(
+    call: Call, out: Tensor, dout: Tensor, sums: tuple, dq: Tensor, launch: Launch, tables: tuple | None = None
+) -> None:
+    """Fill dq and δ, from lse; dq by q before its rotation where there are tables of one."""
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
     gradient.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
         q, out, dout, dq, strides_of(q, out, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
-        sums, shape, layout, *rest, **call.constants(), **_options(launch),
+        sums, shape, layout, *rest, **_turning(tables, sums), **call.constants(), **_options(launch),
     )  # fmt: skip
+
+
+def _turning(tables: tuple | None, sums: tuple) -> dict:
+    """tables: cos, sin and the stride of their batch. Kernels that turn nothing are given what they do not read."""
+    return {"tables": tables or (*sums, 0), "TURN": tables is not None}
 
 
 def _options(launch: Launch) -> dict:

@@ -126,6 +126,28 @@ def keep(tensor, strides, batch, head, first, length, values, BLOCK: tl.constexp
 
 
 @triton.jit
+def keep_turned(
+    tensor, strides, batch, head, first, length, values, tables, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    TURN: tl.constexpr,
+):  # fmt: skip
+    """`keep`; where TURN, of a gradient by rotated rows, which becomes that by the rows before their rotation.
+
+    tables: cos and sin of each token, (batch, length, WIDTH/2), and the stride of their batch. The pairs
+    (c, c + WIDTH/2) are turned back in float32, before they are rounded.
+    """
+    if TURN:
+        HALF: tl.constexpr = WIDTH // 2
+        a, b = tl.split(tl.permute(tl.reshape(values, (BLOCK, 2, HALF)), (0, 2, 1)))
+        row = batch.to(tl.int64) * tables[2]
+        cos = tokens(tables[0] + row, HALF, first, length, BLOCK, HALF)
+        sin = tokens(tables[1] + row, HALF, first, length, BLOCK, HALF)
+        keep(tensor, strides, batch, head, first, length, a * cos + b * sin, BLOCK, HALF)
+        keep(tensor + HALF, strides, batch, head, first, length, b * cos - a * sin, BLOCK, HALF)
+    else:
+        keep(tensor, strides, batch, head, first, length, values, BLOCK, WIDTH)
+
+
+@triton.jit
 def stream(source, batch, head, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """The same through a tensor descriptor, which the copy engine serves where there is one: for what a loop reads."""
     return source.load([batch, head, tl.cast(first, tl.int32), 0]).reshape(BLOCK, WIDTH)

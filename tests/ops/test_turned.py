@@ -1,0 +1,254 @@
+"""Attention that rotates inside its operator, against the composition it stands for: split, rotate, attend."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+
+from skipless.nn import attention as nn_attention
+from skipless.nn.attention import AttentionOptions, Placement, ShapedAttention
+from skipless.nn.position import Rotation
+from skipless.ops import Layout, ShapeParts, shaped_attention, triton
+from skipless.ops.attention import turned_attention
+from skipless.ops.request import Request
+from skipless.theory.schemes import ExponentialSPA, ValueSkipInit
+from skipless.theory.shapes import AttentionShape, ExponentialShape, PlainShape, UniformShape
+
+pytestmark = [
+    pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed"),
+    # torch's own, on the way to inductor
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context"),
+]
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+HALF = torch.bfloat16 if CUDA else torch.float16  # Triton's interpreter does not multiply in bfloat16
+E_SPA, U_SPA = ExponentialShape.between(0.05, 0.04, 0.008), UniformShape(0.7, 0.72)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=lambda dtype: str(dtype)[6:])
+
+
+@dataclass
+class Case:
+    """A joined product, an upstream gradient, and how many heads are in it."""
+
+    together: Tensor
+    upstream: Tensor
+    heads: int
+    kv_heads: int
+    shape: AttentionShape
+    layout: Layout | None = None
+
+    @classmethod
+    def make(cls, dtype, shape=E_SPA, *, length=70, width=16, kv_heads=2, documents=None):
+        generator = torch.Generator().manual_seed(length + width)
+        heads, batch = 2 if kv_heads == 1 else 4, 2
+        sizes = ((batch, length, (heads + 2 * kv_heads) * width), (batch, heads, length, width))
+        tensors = [torch.randn(size, generator=generator).to(DEVICE, dtype) for size in sizes]
+        layout = None if documents is None else Layout.packed(documents.to(DEVICE))
+        return cls(*tensors, heads, kv_heads, shape, layout)
+
+    @property
+    def width(self) -> int:
+        return self.upstream.shape[3]
+
+    def rotation(self) -> Rotation:
+        here = torch.arange(self.together.shape[1], device=DEVICE)[None]
+        return Rotation.at(here if self.layout is None else self.layout.query_locations, self.width)
+
+    def parts(self, together: Tensor) -> list[Tensor]:
+        counts = [self.heads, self.kv_heads, self.kv_heads]
+        return [p.transpose(1, 2) for p in together.unflatten(-1, (-1, self.width)).split(counts, dim=2)]
+
+    def turned(self, together: Tensor) -> Tensor:
+        parts = ShapeParts.of(self.shape, together.shape[1], DEVICE)
+        rotation = self.rotation()
+        request = Request(*self.parts(together), parts, self.layout)
+        out = turned_attention(request, together, rotation.cos, rotation.sin, "triton")
+        assert out is not None
+        return out
+
+    def composed(self, together: Tensor, impl: str = "reference") -> Tensor:
+        q, k, v = self.parts(together)
+        rotation = self.rotation()
+        q, k = rotation.rotate(q), rotation.rotate(k)
+        return shaped_attention(q, k, v, self.shape, impl=impl, layout=self.layout)
+
+    def run(self, attend, dtype=None) -> tuple[Tensor, Tensor]:
+        """The output, and the gradient by the joined product."""
+        together = self.together.to(dtype or self.together.dtype).clone().requires_grad_()
+        out = attend(together)
+        return out, *torch.autograd.grad(out, together, self.upstream.to(out.dtype))
+
+    def check(self):
+        """As near the truth as the same composition in the same precision, within a factor of 2."""
+        truth = self.run(self.composed, torch.float64)
+        plain = self.run(self.composed)
+        for name, ours, theirs, exact in zip(("out", "gradient"), self.run(self.turned), plain, truth, strict=True):
+            assert ours.shape == exact.shape
+            assert ours.dtype == self.together.dtype
+            floor = 1e-6 * exact.norm() if self.together.dtype == torch.float32 else 0.0
+            error, allowed = (ours.double() - exact).norm(), 2 * (theirs.double() - exact).norm()
+            assert error <= max(allowed, floor), f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [E_SPA, U_SPA], ids=["e-spa", "u-spa"])
+@pytest.mark.parametrize("length", [70, 130])
+def test_output_and_gradient(dtype, shape, length):
+    Case.make(dtype, shape, length=length).check()
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_head_widths(dtype, width):
+    Case.make(dtype, width=width, kv_heads=1).check()
+
+
+@each_dtype
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_heads_that_share_keys_or_do_not(dtype, kv_heads):
+    Case.make(dtype, U_SPA, kv_heads=kv_heads).check()
+
+
+@each_dtype
+@pytest.mark.parametrize("shape", [E_SPA, U_SPA], ids=["e-spa", "u-spa"])
+def test_packed_documents_turn_each_row_by_its_own_locations(dtype, shape):
+    documents = (torch.arange(130)[None] // torch.tensor([[47], [90]])).clone()
+    documents[1, -20:] = -1
+    case = Case.make(dtype, shape, length=130, documents=documents)
+    assert case.rotation().cos.shape[0] == 2
+    case.check()
+
+
+def test_two_sided_attention():
+    Case.make(torch.float32, PlainShape(causal=False)).check()
+
+
+@each_dtype
+def test_the_two_paths_through_the_kernels_agree(dtype):
+    """The output to the last bits of the rotation; the gradient to a rounding that only the other path makes."""
+    case = Case.make(dtype, E_SPA, length=130, width=64)
+    (out, gradient), (same, other) = case.run(case.turned), case.run(lambda t: case.composed(t, "triton"))
+    rounding = torch.finfo(dtype).eps
+    assert (out - same).norm() <= rounding * same.norm()
+    assert (gradient - other).norm() <= 2 * rounding * other.norm()
+    values = slice((case.heads + case.kv_heads) * case.width, None)
+    assert (gradient - other)[..., values].norm() <= rounding * other[..., values].norm()
+
+
+def test_what_does_not_fit_is_left_to_the_other_path():
+    case = Case.make(torch.float32)
+    rotation, parts = case.rotation(), ShapeParts.of(case.shape, 70, DEVICE)
+    request = Request(*case.parts(case.together), parts)
+    tables = rotation.cos, rotation.sin
+    assert turned_attention(request, case.together, *tables, "reference") is None
+    assert turned_attention(request, case.together, *(t[:, :, :1] for t in tables), "triton") is None
+    wide = case.together.double()
+    assert turned_attention(Request(*case.parts(wide), parts), wide, *tables, "triton") is None
+
+
+def test_torch_finds_no_fault_with_the_operators():
+    from skipless.ops.triton import turned
+
+    case = Case.make(torch.float32)
+    rotation, parts = case.rotation(), ShapeParts.of(U_SPA, 70, DEVICE)
+    vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
+    heads, rest = (case.heads, case.kv_heads), (vectors, parts.row, [], True)
+    tables = rotation.cos, rotation.sin
+    torch.library.opcheck(turned.turned_attention, (case.together.clone().requires_grad_(), *tables, *heads, *rest))
+    out, lse, rotated = turned.turned_attention(case.together, *tables, *heads, *rest)
+    arguments = (case.upstream, case.together, *tables, rotated, out, lse, *heads, *rest)
+    torch.library.opcheck(turned.turned_attention_backward, arguments)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Modules take the path of compiled training; returns which calls went through the operator."""
+    taken = []
+
+    def spy(*args):
+        out = turned_attention(*args)
+        taken.append(out is not None)
+        return out
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(nn_attention.attention, "turned_attention", spy)
+    return taken
+
+
+def build(shape=None, **options) -> ShapedAttention:
+    torch.manual_seed(0)
+    shape = shape or ExponentialSPA(0.05, 0.02).shapes(6)[3]
+    module = ShapedAttention(64, 4, shape, 2, AttentionOptions(**{"impl": "triton"} | options))
+    module.reset_parameters("normal")
+    return module.to(DEVICE)
+
+
+def results(module, x, placement=None) -> list[Tensor]:
+    out = module(x, placement)
+    return [out, *torch.autograd.grad(out.square().sum(), list(module.parameters()))]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, request):
+    module, x = build(), torch.randn(2, 70, 64, device=DEVICE)
+    layout = Layout.packed((torch.arange(70)[None] // torch.tensor([[30], [50]])).to(DEVICE)) if packed else None
+    placement = None if layout is None else Placement(layout, Rotation.at(layout.query_locations, 16))
+    want = results(module, x, placement)
+    taken = request.getfixturevalue("joined")
+    got = results(module, x, placement)
+    assert taken == [True]
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_backward_pass_neither_turns_nor_joins():
+    seen: list[list[str]] = []
+
+    def look(graph, _):
+        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph)
+
+    module, x = build(), torch.randn(2, 70, 64, device=DEVICE)
+    module(x)  # the shape's parts are built outside what is compiled
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    for ours, theirs in zip(results(compiled, x), results(module, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    forward, backward = seen
+    assert forward.count("skipless.turned_attention.default") == 1
+    assert backward.count("skipless.turned_attention_backward.default") == 1
+    assert not any(word in target for target in backward for word in ("cat", "mul", "zeros", "full", "clone"))
+
+
+class Cache:
+    def append(self, k, v):
+        return k, v
+
+
+def test_modules_that_the_operator_does_not_serve(joined):
+    x = torch.randn(2, 70, 64, device=DEVICE)
+    build()(x, None, Cache())
+    build()(x, Placement())
+    build(ValueSkipInit().shapes(1)[0])(x)
+    build(impl="reference", bias_gain=True)(x)
+    build(impl="reference", position="relative")(x)
+    with torch.no_grad():
+        build()(x)
+    assert joined == []
+    build(impl="reference")(x)
+    assert joined == [False]
+
+
+@pytest.mark.gpu
+def test_inside_a_compiled_block_under_autocast():
+    module, x = build(impl="triton"), torch.randn(2, 256, 64, device="cuda")
+    compiled = torch.compile(module, fullgraph=True, dynamic=False)
+    with torch.autocast("cuda", torch.bfloat16):
+        want, got = results(module, x), results(compiled, x)
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours - theirs).norm() <= 2e-2 * theirs.norm()
