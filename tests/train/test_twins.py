@@ -34,7 +34,10 @@ def build(monkeypatch, twins: bool, **fields) -> TrainStep:
     settings = OptimizerConfig("adam", rate=1e-2, embedding_rate=1e-3, weight_decay=0.1)
     optimizer = build_optimizer(model, settings, capturable=DEVICE.type == "cuda")
     config = TrainConfig(**{"steps": 50, "warmup": 5, "length": 16, "batch_size": 4, "precision": "bf16", **fields})
-    return TrainStep(model, optimizer, config, World(0, 1, DEVICE), clip=0.1, packed=False)
+    step = TrainStep(model, optimizer, config, World(0, 1, DEVICE), clip=0.1, packed=False)
+    assert step.twins is None
+    step.use_twins()
+    return step
 
 
 def batch_of(step: int) -> Batch:

@@ -61,6 +61,7 @@ class GraphedStep:
         self._inputs: Batch | None = None
         self._rates: list[Tensor] = []
         self._read: object = None
+        step.use_twins()
         for group in step.optimizer.param_groups:
             if not isinstance(group["lr"], Tensor):
                 raise ValueError(

@@ -22,11 +22,7 @@ def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
 
 
 class TrainStep:
-    """Applies step after step to a model and its optimiser; returns loss and gradient norm as device tensors.
-
-    Where autocast would cast every matrix in every step, and the optimiser can write half precision itself, the network
-    computes with twins of its matrices. Gradients that are summed over micro-batches are summed in float32, without.
-    """
+    """Applies step after step to a model and its optimiser; returns loss and gradient norm as device tensors."""
 
     def __init__(
         self, model: nn.Module, optimizer, config: TrainConfig, world: World, *, clip: float | None, packed: bool
@@ -34,8 +30,17 @@ class TrainStep:
         self.model, self.optimizer, self.config, self.world = model, optimizer, config, world
         self.clip, self.packed = clip, packed
         self.rate_factor = 1.0
-        halved = config.precision == "bf16" and config.accumulate == 1 and world.size == 1
-        self.twins = Twins(model) if halved and takes_twins(optimizer) else None
+        self.twins: Twins | None = None
+
+    def use_twins(self) -> None:
+        """From now on compute with half-precision twins of the matrices, where that gives the numbers of autocast.
+
+        For a step that is captured, since exchanging them is the host's work. Gradients of several micro-batches are
+        summed in float32, without.
+        """
+        halved = self.config.precision == "bf16" and self.config.accumulate == 1 and self.world.size == 1
+        if self.twins is None and halved and takes_twins(self.optimizer):
+            self.twins = Twins(self.model)
 
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Update the parameters by the batch of `step`; rates follow from the step alone."""
