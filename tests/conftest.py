@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -37,3 +39,18 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no corpora: set SKIPLESS_DATA to their folder")
     return folder
+
+
+@pytest.fixture
+def on_hopper(tmp_path):
+    """Runs a script that compiles kernels for a GPU that is not here, by the tests' own module hopper."""
+
+    def run(script: str, *arguments: str) -> None:
+        paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        changes = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changes
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return run

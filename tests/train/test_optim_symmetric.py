@@ -1,9 +1,5 @@
 """Symmetric products against their definition, and the kernel that computes half of each against both."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -140,29 +136,11 @@ def _plain(x, monkeypatch):
 
 
 SCRIPT = """
-import re, subprocess, sys, torch
-from pathlib import Path
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+import torch
+from hopper import compiled, intercept, usage
 from skipless.train.optim import symmetric_kernel
 
-class Hopper:
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
-    get_current_device = lambda self: 0
-    get_current_stream = lambda self, device=None: 0
-    get_active_torch_device = lambda self: torch.device("cpu")
-
-class Launched:
-    '''A kernel that is compiled where it would be launched.'''
-    def __init__(self, kernel):
-        self.kernel = kernel
-    def __getitem__(self, grid):
-        return lambda *args, **options: compiled.append(self.kernel.warmup(*args, grid=grid, **options))
-
-driver.set_active(Hopper())
-compiled = []
-symmetric_kernel.triangle = Launched(symmetric_kernel.triangle)
+intercept(symmetric_kernel, "triangle")
 x = torch.empty(3, 512, 1024, dtype=torch.bfloat16)
 symmetric_kernel.product(x, 1.0)
 symmetric_kernel.product(x.mT.contiguous().mT, 1.0)
@@ -173,27 +151,15 @@ for kernel in compiled:
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert "wgmma.wait_group.sync.aligned 1" in ptx, "a product is waited for before the next is under way"
     assert 2 * (kernel.metadata.shared + 1024) <= 228 * 1024, "two programs do not fit"
-    cubin = Path(sys.argv[1], "kernel.cubin")
-    cubin.write_bytes(kernel.asm["cubin"])
-    usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", cubin], capture_output=True, text=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\\d+) STACK:(\\d+)", usage).groups())
+    registers, stack = usage(kernel)
     assert registers <= 128, "two programs do not fit"
     assert stack == 0, "registers spill"
 """
 
 
 @needs_triton
-def test_it_compiles_for_hopper_with_its_matrix_units_and_copy_engine(tmp_path):
-    environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_it_compiles_for_hopper_with_its_matrix_units_and_copy_engine(on_hopper):
+    on_hopper(SCRIPT)
 
 
 def hopper(*shape, **options):
