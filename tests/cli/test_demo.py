@@ -4,13 +4,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from skipless.cli import demo_run, main
 from skipless.data.prepare import Preparation
@@ -19,18 +17,10 @@ from skipless.recipes.demo import DEMO, Size
 from skipless.train import step
 from skipless.train.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = Size(depth=6, width=16, heads=2, length=16, batch_size=2, eval_tokens=64)
 RUN = demo_run.run
 ARMS = ("pre-ln", "standard", "e-spa")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """So small a network gains nothing from two, and on a busy machine they wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

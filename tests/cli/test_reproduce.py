@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
@@ -30,6 +28,7 @@ from skipless.recipes.reproduce.stages import unpack
 from skipless.recipes.reproduce.text import Text
 from skipless.train.divergence import Diverged
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ARMS = ["e-spa", "pre-ln", "u-spa", "v-skipinit", "skipless-ln"]
 QUESTIONS = {
     "boolq": {"passage": "Tea is hot.", "question": "is tea hot", "answer": True},
@@ -38,14 +37,6 @@ QUESTIONS = {
     "piqa": {"goal": "open it", "sol1": "pull", "sol2": "push ", "label": 1},
     "social_i_qa": {"context": "a", "question": "?", "answerA": "a", "answerB": "b", "answerC": "c", "label": "3"},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from skipless.ops import triton
 
@@ -45,6 +46,6 @@ def test_torch_finds_no_fault_with_the_operators():
     x, upstream, bias = (torch.randn(size, device=DEVICE) for size in ((9, 16), (9, 16), (16,)))
     for b in (bias, None):
         learned = None if b is None else b.clone().requires_grad_()
-        torch.library.opcheck(biased_gelu, (x.clone().requires_grad_(), learned, 0.8, 0.3, -0.2, 1.7))
+        library.opcheck(biased_gelu, (x.clone().requires_grad_(), learned, 0.8, 0.3, -0.2, 1.7))
         for sums in {False, b is not None}:
-            torch.library.opcheck(biased_gelu_backward, (upstream, x, b, 0.8, 0.3, 1.7, sums))
+            library.opcheck(biased_gelu_backward, (upstream, x, b, 0.8, 0.3, 1.7, sums))

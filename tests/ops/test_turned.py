@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import Tensor
+from torch import Tensor, library
 from torch._dynamo.backends.common import aot_autograd
 
 from skipless.nn import attention as nn_attention
@@ -159,10 +159,10 @@ def test_torch_finds_no_fault_with_the_operators():
     vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
     heads, rest = (case.heads, case.kv_heads), (vectors, parts.row, [], True)
     tables = rotation.cos, rotation.sin
-    torch.library.opcheck(turned.turned_attention, (case.together.clone().requires_grad_(), *tables, *heads, *rest))
+    library.opcheck(turned.turned_attention, (case.together.clone().requires_grad_(), *tables, *heads, *rest))
     out, lse, rotated = turned.turned_attention(case.together, *tables, *heads, *rest)
     arguments = (case.upstream, case.together, *tables, rotated, out, lse, *heads, *rest)
-    torch.library.opcheck(turned.turned_attention_backward, arguments)
+    library.opcheck(turned.turned_attention_backward, arguments)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_the_kernel_is_torchs_update(kernel, decoupled, decay):
 def test_first_steps_are_corrected_without_cancelling(kernel):
     """After one step Adam moves by the rate itself, whatever β₂: 1 − β₂ᵗ must not lose its digits."""
     for beta in (0.9, 0.999, 0.99999):
-        (parameter,) = (torch.zeros(100, device=DEVICE).requires_grad_(),)
+        parameter = torch.zeros(100, device=DEVICE).requires_grad_()
         parameter.grad = torch.linspace(0.5, 2.0, 100, device=DEVICE)
         FusedAdam([parameter], lr=1.0, betas=(0.9, beta), eps=1e-30).step()
         torch.testing.assert_close(parameter.detach(), -torch.ones(100, device=DEVICE), rtol=3e-6, atol=0.0)

@@ -45,14 +45,6 @@ def batch_of(step: int) -> Batch:
     return Batch(torch.randint(40, (4, 17), generator=generator)).to(DEVICE)
 
 
-def assert_equal_to_last_bit(ours: TrainStep, theirs: TrainStep) -> None:
-    exact = {"rtol": 0.0, "atol": 0.0} if DEVICE.type == "cpu" else {"rtol": 1e-5, "atol": 1e-6}
-    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, **exact)
-        if (twin := twin_of(a)) is not None:
-            assert torch.equal(twin, a.to(torch.bfloat16))
-
-
 def test_ten_steps_are_those_of_autocast(monkeypatch):
     ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
     assert ours.twins is not None
@@ -63,13 +55,19 @@ def test_ten_steps_are_those_of_autocast(monkeypatch):
         other_loss, other_norm = theirs(index, batch_of(index))
         torch.testing.assert_close(loss, other_loss, rtol=1e-5, atol=0.0)
         torch.testing.assert_close(norm, other_norm, rtol=DRIFT, atol=0.0)
-    if DEVICE.type == "cpu":
-        ours.clip = theirs.clip = None  # whose factor is found in another order: from here on to the last bit
-        fresh, other = build(monkeypatch, True), build(monkeypatch, False)
-        fresh.clip = other.clip = None
-        for index in range(5):
-            assert torch.equal(fresh(index, batch_of(index))[0], other(index, batch_of(index))[0])
-        assert_equal_to_last_bit(fresh, other)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's Adam has a kernel of its own, which rounds otherwise")
+def test_without_clipping_they_are_so_to_the_last_bit(monkeypatch):
+    """Clipping adds up the norm in another order."""
+    ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
+    ours.clip = theirs.clip = None
+    for index in range(5):
+        assert torch.equal(ours(index, batch_of(index))[0], theirs(index, batch_of(index))[0])
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        if (twin := twin_of(a)) is not None:
+            assert torch.equal(twin, a.to(torch.bfloat16))
 
 
 def test_gradients_are_autocasts_bit_for_bit(monkeypatch):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 _BLOCK = 2048
 _AT_ONCE = 8  # tensors in one launch: enough to fill a GPU with matrices, few enough to compile in a second
-NONE, COUPLED, DECOUPLED = 0, 1, 2
 
 
 class Moments(NamedTuple):
@@ -42,7 +41,6 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
     """Kingma and Ba's Algorithm 1 on each, in place; with twins all of one precision, and one kind of gradient."""
     rate, scale, (first, second), eps, decay, decoupled = constants
     kernel: Any = _update  # the decorated function takes more than its signature says
-    kind = NONE if decay == 0.0 else DECOUPLED if decoupled else COUPLED
     for start in range(0, len(moments), _AT_ONCE):
         part = moments[start : start + _AT_ONCE]
         sizes = tuple(each.value.numel() for each in part)
@@ -65,7 +63,8 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
             eps,
             decay,
             COUNT=len(part),
-            DECAY=kind,
+            DECAYS=decay != 0.0,
+            DECOUPLED=decoupled,
             TWIN=part[0].twin is not part[0].value,
             BLOCK=_BLOCK,
             num_warps=4,
@@ -76,7 +75,7 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
 def _update(
     counts, values, gradients, means, squares, twins, sizes, ends, rate, scale, second, new_first, new_second,
     log_first, log_second, eps, decay,
-    COUNT: tl.constexpr, DECAY: tl.constexpr, TWIN: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, TWIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     eta = tl.load(rate)
@@ -94,10 +93,11 @@ def _update(
             gradient = tl.load(gradients[index] + offsets, mask=inside).to(tl.float32) * factor
             mean = tl.load(means[index] + offsets, mask=inside)
             square = tl.load(squares[index] + offsets, mask=inside)
-            if DECAY == 1:
-                gradient += decay * value
-            if DECAY == 2:
-                value *= shrink
+            if DECAYS:
+                if DECOUPLED:
+                    value *= shrink
+                else:
+                    gradient += decay * value
             mean += new_first * (gradient - mean)
             square = second * square + new_second * gradient * gradient
             value -= step_size * mean / (tl.sqrt(square) / spread + eps)
