@@ -32,10 +32,18 @@ COLUMNS = ("task", "size", "arm", "ms", "tflops", "ratio", "error")
 Task = Callable[[Tensor], Tensor]
 
 
+def size_of(text: str) -> str:
+    """The text, if it is three positive numbers."""
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not matrices x rows x columns, such as {SIZES[0]}")
+    return text
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=SIZES, help="matrices x rows x columns")
+    parser.add_argument("--sizes", nargs="+", type=size_of, default=SIZES, help="matrices x rows x columns")
     parser.add_argument("--launches", nargs="+", default=[], help="block,depth,warps,stages; default: the kernel's own")
     parser.add_argument("--out", type=Path, help="a JSONL file to append to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.nn import init
+from skipless.nn.bare import is_bare
 from skipless.nn.position import RelativePosition, Rotation
 from skipless.ops import attention
 from skipless.ops.attention import shaped_attention
@@ -194,7 +195,7 @@ class ShapedAttention(nn.Module):
         Modules in their place, or hooks on them, are called as they are.
         """
         layers = (self.query, self.key, self.value)
-        plain = all(type(layer) is nn.Linear and not layer._forward_hooks for layer in layers)
+        plain = all(type(layer) is nn.Linear and is_bare(layer) for layer in layers)
         if not (plain and torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return None
         return nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))

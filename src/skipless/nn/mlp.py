@@ -1,11 +1,12 @@
 """The MLP sub-block's computation: one hidden layer with a shaped activation."""
 
-import torch
 from torch import Tensor, nn
 
 from skipless.nn import init
 from skipless.nn.activation import Activation
+from skipless.nn.bare import is_bare
 from skipless.ops.activation import biased_activation, kernel_serves
+from skipless.ops.precision import product_dtype
 from skipless.theory.activations import ShapedActivation
 
 _FEWEST_ROWS = 256  # a decoding step's few rows are sooner done by kernels that torch.compile makes of them
@@ -43,18 +44,5 @@ class MLP(nn.Module):
         up, activation = self.up, self.activation
         if type(up) is not nn.Linear or type(activation) is not Activation or x.numel() < _FEWEST_ROWS * x.shape[-1]:
             return False
-        served = kernel_serves(x.device, _product_dtype(x), up.out_features, activation.spec)
-        return served and _is_bare(up) and _is_bare(activation)
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Of x times a matrix: x's own, or autocast's, which leaves float64 alone."""
-    kind = x.device.type
-    lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowered else x.dtype
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Calling the module is its class's forward and nothing else: no hook, and no forward of its own."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks) and "forward" not in module.__dict__
+        served = kernel_serves(x.device, product_dtype(x), up.out_features, activation.spec)
+        return served and is_bare(up) and is_bare(activation)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from skipless.ops.precision import product_dtype
+
 # Logits at once: 8192 tokens of a vocabulary of 32,000 are one chunk, half a GB in bfloat16.
 _LOGITS_AT_ONCE = 2**28
 
@@ -22,9 +24,7 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, targets, chunk)
     kind = hidden.device.type
-    lowered = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
-    dtype = torch.get_autocast_dtype(kind) if lowered else hidden.dtype
-    rows = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
     size = max(1, _LOGITS_AT_ONCE // weight.shape[0]) if chunk is None else chunk
     chunks = -(-len(rows) // size)
     arguments = (rows, weight, bias, targets.reshape(-1), -(-len(rows) // chunks))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from skipless.train.optim.twins import clear_gradients, gradient_of, twin_of
+from skipless.train.optim.twins import gradient_of, twin_of
 
 
 class FusedAdam(Adam):
@@ -31,15 +31,20 @@ class FusedAdam(Adam):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of twins too."""
         super().zero_grad(set_to_none)
-        if set_to_none:
-            clear_gradients(p for group in self.param_groups for p in group["params"])
+        for _, twin in self._pairs():
+            twin.grad = None
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters and their twins, those that have one."""
+        found = [(p, twin_of(p)) for group in self.param_groups for p in group["params"]]
+        return [(p, twin) for p, twin in found if twin is not None]
 
     def _has_twins(self) -> bool:
-        return any(twin_of(p) is not None for group in self.param_groups for p in group["params"])
+        return bool(self._pairs())
 
     def _plain_step(self, closure, scale: Tensor | None):
         """torch's own: twins hand their gradients over, and are cast anew."""
-        pairs = [(p, twin) for group in self.param_groups for p in group["params"] if (twin := twin_of(p)) is not None]
+        pairs = self._pairs()
         for parameter, twin in pairs:
             if twin.grad is not None:
                 parameter.grad = twin.grad.to(parameter.dtype)

@@ -1,7 +1,7 @@
 """Half-precision twins of a network's matrices: what autocast casts anew in every step, kept between steps instead."""
 
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import cast
 
@@ -64,14 +64,6 @@ class Twins:
 
     def _seen(self) -> list[int]:
         return [matrix._version for _, matrix in self._places]
-
-
-def clear_gradients(parameters: Iterable[Tensor]) -> None:
-    """No gradients, on parameters and twins alike."""
-    for parameter in parameters:
-        parameter.grad = None
-        if (twin := twin_of(parameter)) is not None:
-            twin.grad = None
 
 
 def _linear_layers(model: nn.Module) -> list[nn.Linear]:
