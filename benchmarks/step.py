@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 from step_arms import OURS, SHAPES, THEIRS, Run, Shape, compiled, network
-from step_timing import MODES, Budget, Results, check, measure, profile, release, surroundings
+from step_profile import profile
+from step_timing import MODES, Budget, Results, check, measure, release, surroundings
 
 COLUMNS = ("shape", "arm", "mode", "ms", "tflops", "mfu", "vs_pre_ln", "vs_hf", "memory_gb")
 
@@ -34,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="adam", choices=("adam", "muon"), help="muon: this library's arms only")
     parser.add_argument("--hf-compile", default="whole", choices=("whole", "layers"))
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one step of every arm instead")
+    parser.add_argument("--profile", action="store_true", help="print each arm's kernels, idle time and clock instead")
     parser.add_argument("--budget-seconds", type=float, default=float("inf"))
     parser.add_argument("--out", type=Path, help="a JSONL file to append to")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
@@ -45,10 +46,11 @@ def run_arm(arm: str, shape: Shape, run: Run, options: argparse.Namespace) -> It
     """The rows of one arm, or the kernels of its step printed."""
     error = check(arm, shape, run)
     model = compiled(network(arm, shape, run), run)
-    if options.profile:
-        print(f"\n{arm}, {shape}\n{profile(model, shape, run)}", flush=True)
-        return
     modes = tuple(options.modes) if run.device.type == "cuda" else ("eager",)
+    if options.profile:
+        for mode in modes:
+            print(f"\n{arm}, {shape}, {mode}\n{profile(model, shape, run, mode)}", flush=True)
+        return
     parameters = sum(p.numel() for p in model.parameters())
     common = {"shape": shape.name, "arm": arm, "impl": run.impl, "parameters": parameters, "compiled_vs_eager": error}
     for mode, values in measure(model, shape, run, modes, options.steps):

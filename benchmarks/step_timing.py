@@ -129,34 +129,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def profile(model: nn.Module, shape: Shape, run: Run, rows: int = 25) -> str:
-    """The kernels of one step by time, those of one name together; operators instead of kernels on a CPU."""
-    from torch.profiler import ProfilerActivity
-
-    step, batch = train_step(model, shape, run), batch_of(shape, run)
-    for _ in range(5):
-        step(0, batch)
-    _wait(run)
-    on_gpu = run.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with torch.profiler.profile(activities=activities) as seen:
-        step(0, batch)
-        _wait(run)
-    return table_of_kernels(seen.key_averages(), on_gpu, rows)
-
-
-def table_of_kernels(events, on_gpu: bool, rows: int) -> str:
-    """One line per kernel: share, milliseconds, calls and name, the longest first, then the sum."""
-    if on_gpu:
-        spent = [(e.self_device_time_total, e.count, e.key) for e in events if e.device_type.name == "CUDA"]
-    else:
-        spent = [(e.self_cpu_time_total, e.count, e.key) for e in events]
-    spent = sorted((row for row in spent if row[0] > 0), reverse=True)
-    total = sum(row[0] for row in spent) or 1.0
-    lines = [f"{t / total:6.1%} {t / 1e3:9.3f} ms {count:6d}  {name[:100]}" for t, count, name in spent[:rows]]
-    return "\n".join([*lines, f"100.0% {total / 1e3:9.3f} ms {sum(row[1] for row in spent):6d}  in all"])
-
-
 @torch.no_grad()
 def check(arm: str, shape: Shape, run: Run) -> float:
     """The error of compiled code in bfloat16 over that of eager code, both against eager float32, in norm.

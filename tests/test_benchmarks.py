@@ -65,3 +65,19 @@ def test_decoding_compares_logits_before_it_prints_a_speed(tmp_path):
     assert lines[1].startswith("max |Δlogits| to float32")
     assert [line.split()[0] for line in lines[-3:]] == ["unfolded", "folded", "pre-ln"]
     assert set(rows(out)[0]["ms"]) == {"unfolded", "folded", "pre-ln"}
+
+
+def test_a_profile_names_operators_and_their_sum():
+    lines = run("step", "--device", "cpu", "--shapes", "tiny", "--arms", "e-spa", "--profile").splitlines()
+    shares = [float(line.split("%")[0]) for line in lines if "%" in line]
+    assert lines[-1].endswith("in all")
+    assert shares[-1] == 100.0
+    assert shares[:-1] == sorted(shares[:-1], reverse=True)
+
+
+def test_idle_time_is_what_no_kernel_covers(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from step_profile import idle
+
+    # 2 between the first two, none inside the long one, 1 before the last
+    assert idle([("c", 20, 21), ("a", 0, 3), ("b", 5, 19), ("d", 6, 7)]) == 3.0
