@@ -20,7 +20,7 @@ from skipless.train.step import TrainStep
 
 OURS = ("e-spa", "u-spa", "v-skipinit", "pre-ln")
 THEIRS = ("llama", "gpt-neox", "llama-masked", "gpt-neox-masked")
-VOCABULARY, HEADS, RATE = 32_000, 8, 1e-5
+VOCABULARY, RATE = 32_000, 1e-5
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Shape:
     batch: int
     length: int
     vocabulary: int = VOCABULARY
+    heads: int = 8
 
     @property
     def tokens(self) -> int:
@@ -47,6 +48,7 @@ SHAPES = {
     "wikitext103": Shape("wikitext103", 36, 1024, 16, 512),
     "c4": Shape("c4", 32, 1024, 8, 2048),
     "narrow": Shape("narrow", 36, 512, 16, 512),
+    "small": Shape("small", 36, 256, 32, 256, heads=4),
     "tiny": Shape("tiny", 6, 32, 2, 16, 64),
 }
 
@@ -100,7 +102,7 @@ def network(arm: str, shape: Shape, run: Run) -> nn.Module:
     torch.manual_seed(0)
     if arm in THEIRS:
         return HuggingFace(_hugging_face(arm, shape, run.device))
-    fields = {"width": shape.width, "depth": shape.depth, "length": shape.length, "heads": HEADS}
+    fields = {"width": shape.width, "depth": shape.depth, "length": shape.length, "heads": shape.heads}
     config = preset(f"wikitext103/{arm}", vocab_size=shape.vocabulary, init="gaussian", **fields)
     with run.device:
         return Transformer(config, impl=run.impl)
@@ -119,7 +121,7 @@ def _hugging_face(arm: str, shape: Shape, device: torch.device) -> nn.Module:
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.width,
         "num_hidden_layers": shape.depth,
-        "num_attention_heads": HEADS,
+        "num_attention_heads": shape.heads,
         "max_position_embeddings": shape.length,
         "tie_word_embeddings": True,
         "use_cache": False,

@@ -89,12 +89,12 @@ def turned_attention(request: Request, together: Tensor, cos: Tensor, sin: Tenso
     """shaped_attention(rotated q, rotated k, v, …) by one operator, whose gradient is that of `together` at once.
 
     The request's q, k and v are the parts of together (batch, T, features), in this order and not rotated. cos and sin:
-    (batch or 1, 1, T, head_width/2). None where `impl` is not "triton", or the kernels refuse this: "auto" does not
-    take it, because no GPU has yet measured it.
+    (batch or 1, 1, T, head_width/2). None where `impl` means other kernels than "triton", or those refuse this.
     """
     batch, _, length, width = request.check().q.shape
     fits = cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1:] == (1, length, width // 2)
-    if not fits or impl != "triton" or triton.refusal(request) is not None:
+    name = choose(request)[0] if impl == "auto" else impl
+    if not fits or name != "triton" or triton.refusal(request) is not None:
         return None
     with torch.autocast(together.device.type, enabled=False):
         return triton.attend_turned(request, together, cos, sin)
