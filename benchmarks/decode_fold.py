@@ -5,7 +5,8 @@
 First the checks: in float64 folding changes no logit; at full size the folded network is at most twice as far from
 float32 logits as the unfolded one in the same precision; a replayed step gives the eager step's logits. Where one fails
 no speed is printed. On CUDA each step is replayed from a CUDA graph, since launching 36 blocks of small kernels would
-hide what is measured: reading the weights. Rounds alternate between the networks.
+hide what is measured: reading the weights. A round is some steps without a pause between them, as when text is
+generated; rounds alternate between the networks.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from kernel_times import kernel_times
 from torch import Tensor
 
 from skipless.model.cache import KVCache, decode
@@ -37,8 +39,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--past", type=int, default=64, help="cached tokens")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--compile", action="store_true", help="compile the blocks, so that small kernels fuse")
+    parser.add_argument("--profile", action="store_true", help="print each network's kernels, idle time and clock")
     parser.add_argument("--out", type=Path, help="a JSONL file to append to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -99,11 +103,10 @@ class Decoding:
             self.logits = self.once()
 
     def step(self) -> Tensor:
-        """The logits, once they are there."""
+        """The logits, on a GPU once it gets there."""
         if self.graph is None:
             return self.once()
         self.graph.replay()
-        torch.cuda.synchronize()
         return self.logits
 
 
@@ -127,11 +130,15 @@ def check_replay(name: str, decoding: Decoding) -> float:
     return error
 
 
-def milliseconds(call: Step) -> float:
-    """One timed call, the device idle before and after."""
+def milliseconds(call: Step, steps: int, on_gpu: bool) -> float:
+    """Of one call among several in a row, the device idle before and after them."""
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    wait()
     start = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - start)
+    for _ in range(steps):
+        call()
+    wait()
+    return 1e3 * (time.perf_counter() - start) / steps
 
 
 def rounded(values: dict[str, float]) -> str:
@@ -142,7 +149,7 @@ def rounded(values: dict[str, float]) -> str:
 def main() -> None:
     """Check, measure, print."""
     options = arguments()
-    dtype = getattr(torch, options.dtype)
+    dtype, on_gpu = getattr(torch, options.dtype), options.device.startswith("cuda")
     exact = check_exact(options)
     print(f"max |Δlogits| of folding in float64 at width 64: {exact:.1e}", flush=True)
     model = network(options)
@@ -152,12 +159,15 @@ def main() -> None:
     models = {"unfolded": model.to(dtype), "folded": folded.to(dtype), "pre-ln": network(options, "pre-ln").to(dtype)}
     decodings = {name: Decoding(each, options) for name, each in models.items()}
     errors = check_precision(truth, {name: decodings[name].logits for name in ("unfolded", "folded")}, options)
-    if options.device.startswith("cuda"):
+    if on_gpu:
         replays = {name: check_replay(name, decoding) for name, decoding in decodings.items()}
         print(f"replayed against eager, relative: {rounded(replays)}", flush=True)
-    times = [{name: milliseconds(d.step) for name, d in decodings.items()} for _ in range(options.rounds)]
+    if options.profile:
+        for name, decoding in decodings.items():
+            print(f"\n{name}\n{kernel_times(decoding.step, on_gpu)}", flush=True)
+    rounds = range(options.rounds)
+    times = [{name: milliseconds(d.step, options.steps, on_gpu) for name, d in decodings.items()} for _ in rounds]
     median = {name: statistics.median(row[name] for row in times) for name in models}
-    on_gpu = options.device.startswith("cuda")
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{options.depth} blocks x {options.width}, {options.dtype}, {options.past} cached tokens, batch 1, {device}")
     print(f"block weights {report.weights_before:,} -> {report.weights_after:,} (-{report.saved:.1%})")

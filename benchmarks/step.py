@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from kernel_times import kernel_times
 from step_arms import OURS, SHAPES, THEIRS, Run, Shape, compiled, network
-from step_profile import profile
-from step_timing import MODES, Budget, Results, check, measure, release, surroundings
+from step_timing import MODES, Budget, Results, check, measure, release, surroundings, warmed_up
 
 COLUMNS = ("shape", "arm", "mode", "ms", "tflops", "mfu", "vs_pre_ln", "vs_hf", "memory_gb")
 
@@ -46,10 +46,11 @@ def run_arm(arm: str, shape: Shape, run: Run, options: argparse.Namespace) -> It
     """The rows of one arm, or the kernels of its step printed."""
     error = check(arm, shape, run)
     model = compiled(network(arm, shape, run), run)
-    modes = tuple(options.modes) if run.device.type == "cuda" else ("eager",)
+    on_gpu = run.device.type == "cuda"
+    modes = tuple(options.modes) if on_gpu else ("eager",)
     if options.profile:
         for mode in modes:
-            print(f"\n{arm}, {shape}, {mode}\n{profile(model, shape, run, mode)}", flush=True)
+            print(f"\n{arm}, {shape}, {mode}\n{kernel_times(warmed_up(model, shape, run, mode), on_gpu)}", flush=True)
         return
     parameters = sum(p.numel() for p in model.parameters())
     common = {"shape": shape.name, "arm": arm, "impl": run.impl, "parameters": parameters, "compiled_vs_eager": error}

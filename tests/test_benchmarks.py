@@ -58,7 +58,24 @@ def test_growth_fits_lines_and_draws_them(tmp_path):
 
 
 def test_decoding_compares_logits_before_it_prints_a_speed(tmp_path):
-    sizes = ("--width", 32, "--depth", 6, "--heads", 2, "--vocab", 64, "--past", 4, "--rounds", 2, "--device", "cpu")
+    sizes = (
+        "--width",
+        32,
+        "--depth",
+        6,
+        "--heads",
+        2,
+        "--vocab",
+        64,
+        "--past",
+        4,
+        "--rounds",
+        2,
+        "--steps",
+        2,
+        "--device",
+        "cpu",
+    )
     out = tmp_path / "decode.jsonl"
     lines = run("decode_fold", *sizes, "--dtype", "bfloat16", "--out", out).splitlines()
     assert lines[0].startswith("max |Δlogits| of folding in float64")
@@ -77,7 +94,7 @@ def test_a_profile_names_operators_and_their_sum():
 
 def test_idle_time_is_what_no_kernel_covers(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    from step_profile import idle
+    from kernel_times import idle
 
     # 2 between the first two, none inside the long one, 1 before the last
     assert idle([("c", 20, 21), ("a", 0, 3), ("b", 5, 19), ("d", 6, 7)]) == 3.0

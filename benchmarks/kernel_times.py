@@ -1,40 +1,32 @@
-"""Where a training step's time goes: its kernels by time, how long the device waited between them, and its clock."""
+"""Where a call's time goes on a GPU: its kernels by time, how long the device waited between them, and its clock."""
 
 import shutil
 import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
-from step_arms import Run, Shape, batch_of, train_step
-from torch import nn
 from torch.profiler import ProfilerActivity
 
-from skipless.train.graph import GraphedStep
-
-_PROFILED, _LONG = 3, 40  # steps under the profiler, and between two readings of the clock
+_PROFILED, _LONG = 3, 2.0  # calls under the profiler; seconds of calls before a reading of the clock
 Span = tuple[str, float, float]  # a kernel's name, its start and its end in microseconds
 
 
-def profile(model: nn.Module, shape: Shape, run: Run, mode: str, rows: int = 30) -> str:
-    """The kernels of a step launched by the host, or replayed from a graph; operators instead of kernels on a CPU."""
-    step, batch = train_step(model, shape, run), batch_of(shape, run)
-    advance = GraphedStep(step) if mode == "graph" else step
-    on_gpu = run.device.type == "cuda"
-    for _ in range(5):
-        advance(0, batch)
+def kernel_times(call: Callable[[], object], on_gpu: bool, rows: int = 30) -> str:
+    """The kernels of a call that has been made before; on a CPU its operators, of which each counts for itself."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     _wait(on_gpu)
     with torch.profiler.profile(activities=activities) as seen:
         for _ in range(_PROFILED):
-            advance(0, batch)
+            call()
         _wait(on_gpu)
-    if not on_gpu:  # operators call one another: each counts for what it does itself
+    if not on_gpu:
         return table_of_spans([(e.name, 0.0, e.self_cpu_time_total) for e in seen.events()], _PROFILED, rows)
     kernels = [e for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     spans = [(e.name, e.time_range.start, e.time_range.end) for e in kernels]
     waited = f"       {idle(spans) / 1e3 / _PROFILED:9.3f} ms         with none of them running"
-    return "\n".join([table_of_spans(spans, _PROFILED, rows), waited, clock(lambda: advance(0, batch))])
+    return "\n".join([table_of_spans(spans, _PROFILED, rows), waited, clock(call)])
 
 
 def table_of_spans(spans: Iterable[Span], steps: int, rows: int) -> str:
@@ -61,13 +53,14 @@ def idle(spans: Iterable[Span]) -> float:
 
 
 def clock(call: Callable[[], object]) -> str:
-    """The processors' clock and the board's power while the steps run, read three times; needs nvidia-smi."""
+    """The processors' clock and the board's power during call after call, read three times; needs nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi: clock and power are unknown"
     query = "clocks.sm,clocks.max.sm,power.draw.instant,power.limit,clocks_event_reasons.active"
     readings = []
     for _ in range(3):
-        for _ in range(_LONG):
+        until = time.monotonic() + _LONG
+        while time.monotonic() < until:
             call()
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
         readings.append(subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip())
