@@ -3,7 +3,8 @@
     python benchmarks/tune_attention.py --widths 64 128 --lengths 512 2048 --out tune.jsonl
 
 Every kernel is compiled in a pool of processes first, checked against the first choice of tiles, and then timed alone,
-by replaying a CUDA graph of it.
+by replaying a CUDA graph of it. "keeping" is the key side that keeps the gradients of its scores, "kept" the query side
+that reads them, "row_products" the kernel before both.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import torch
 from attention import milliseconds
 
 from skipless.ops.parts import ShapeParts
-from skipless.ops.triton import op
+from skipless.ops.triton import launch as kernels
 from skipless.ops.triton.sizes import Launch
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
@@ -27,7 +28,17 @@ KEY_SIDE = [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (32, 128, 8, 2), 
             (32, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 2)]  # fmt: skip
 QUERY_SIDE = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3),
               (128, 32, 4, 3), (64, 128, 8, 2), (128, 128, 8, 1)]  # fmt: skip
-KERNELS = {"forward": FORWARD, "key_side": KEY_SIDE, "query_side": QUERY_SIDE}
+KEEPING = [(32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 4), (32, 128, 8, 3), (64, 128, 8, 2)]
+KEPT = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (64, 32, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2)]
+ROW_PRODUCTS = [(64, 64, 4, 1), (32, 64, 4, 1), (128, 64, 4, 1), (64, 64, 8, 1), (16, 64, 4, 1)]
+KERNELS = {
+    "forward": FORWARD,
+    "query_side": QUERY_SIDE,
+    "key_side": KEY_SIDE,
+    "row_products": ROW_PRODUCTS,
+    "keeping": KEEPING,
+    "kept": KEPT,
+}
 TOKENS = 8192
 
 
@@ -43,25 +54,32 @@ class Problem:
         )
         parts = ShapeParts.of(SHAPES[kind](), length, "cuda")
         vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
-        self.call = op.Call(q, k, v, vectors, parts.row, [], True)
+        self.call = kernels.Call(q, k, v, vectors, parts.row, [], True)
         self.out, self.gradients = torch.empty_like(q), tuple(torch.empty_like(t) for t in (q, k, v))
         self.lse = torch.empty(q.shape[:3], device="cuda")
         self.delta = torch.empty_like(self.lse)
+        self.scores = torch.zeros(batch * heads, length, length, device="cuda", dtype=torch.bfloat16)
         self.run("forward", FORWARD[0])
         self.run("query_side", QUERY_SIDE[0])
 
     def run(self, kernel: str, size: tuple) -> tuple:
         """Launch one kernel with tiles of this size; what it fills."""
-        launch = Launch(*size)
+        launch, call, sums, (dq, dk, dv) = Launch(*size), self.call, (self.lse, self.delta), self.gradients
         if kernel == "forward":
-            op.run_forward(self.call, self.out, self.lse, launch)
+            kernels.run_forward(call, self.out, self.lse, launch)
             return (self.out,)
-        sums, (dq, *others) = (self.lse, self.delta), self.gradients
         if kernel == "query_side":
-            op.run_query_side(self.call, self.out, self.dout, sums, dq, launch)
+            kernels.run_query_side(call, self.out, self.dout, sums, dq, launch)
             return (dq,)
-        op.run_key_side(self.call, self.dout, sums, tuple(others), launch)
-        return tuple(others)
+        if kernel == "row_products":
+            kernels.run_row_products(call, self.out, self.dout, self.delta, launch)
+            return (self.delta,)
+        if kernel == "kept":
+            kernels.run_kept_query_side(call, self.scores, dq, launch)
+            return (dq,)
+        scores = self.scores if kernel == "keeping" else None
+        kernels.run_key_side(call, self.dout, sums, (dk, dv), launch, scores=scores)
+        return (dk, dv)
 
 
 def compile_one(job: tuple) -> None:
@@ -96,11 +114,12 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--kinds", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     sets = itertools.product(arguments.kinds, arguments.widths, arguments.lengths)
-    jobs = [(*where, kernel, size) for where in sets for kernel, choices in KERNELS.items() for size in choices]
+    jobs = [(*where, kernel, size) for where in sets for kernel in arguments.kernels for size in KERNELS[kernel]]
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         pool.map(compile_one, [job for job in jobs if job[2] == arguments.lengths[0]], chunksize=2)
     problems, wanted, rows = {}, {}, []

@@ -8,7 +8,8 @@ from skipless.ops import triton
 def large_tiles(monkeypatch):
     """The interpreter's time goes by the number of tiles: 64 × 64 in any precision, so that 100 tokens have edges."""
     if triton.INSTALLED and not torch.cuda.is_available():
-        from skipless.ops.triton import op
+        from skipless.ops.triton import launch, op, turned
         from skipless.ops.triton.sizes import Launch, Sizes
 
-        monkeypatch.setattr(op, "sizes", lambda width, dtype: Sizes(*[Launch(64, 64, 4, 1)] * 3))
+        for module in (launch, op, turned):
+            monkeypatch.setattr(module, "sizes", lambda width, dtype: Sizes(*[Launch(64, 64, 4, 1)] * 4))

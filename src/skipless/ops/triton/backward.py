@@ -12,7 +12,7 @@ from skipless.ops.triton.forward import key_span, query_rows
 
 
 @triton.jit
-def row_products(out, dout, row_scale, i, count):
+def products_of_rows(out, dout, row_scale, i, count):
     """δ of a tile of queries."""
     size = tl.load(row_scale + tl.minimum(i, count - 1)).to(tl.float32)
     return tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) / size
@@ -20,12 +20,16 @@ def row_products(out, dout, row_scale, i, count):
 
 @triton.jit
 def fold_queries(
-    state, k, v, columns, tensors, vectors, layout, span, scale,
+    state, k, v, columns, tensors, kept, vectors, layout, span, scale,
     CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Take a span of queries into state = (dk, dv) of a tile of keys. Tiles lie with keys down, queries across."""
+    """Take a span of queries into state = (dk, dv) of a tile of keys. Tiles lie with keys down, queries across.
+
+    Where KEEP, ds is written to kept = (tensor descriptor, its line, the first key) for the query side.
+    """
     dk, dv = state
+    scores_kept, line, first_key = kept
     j, j_document, column = columns
     q, dout, head, lse, delta, length, past = tensors
     diagonal, row, count, slope = vectors
@@ -53,7 +57,10 @@ def fold_queries(
         upstream = tile.stream(dout, batch, head, start, BLOCK_M, WIDTH)
         dv = tl.dot(weights.to(k.dtype), upstream, dv, input_precision=PRECISION)
         ds = weights * (tl.dot(v, tl.trans(upstream), input_precision=PRECISION) - products[None, :])
-        dk = tl.dot(ds.to(k.dtype), queries, dk, input_precision=PRECISION)
+        ds = ds.to(k.dtype)
+        if KEEP:
+            scores_kept.store([line, first_key, start], ds.reshape(1, BLOCK_N, BLOCK_M))
+        dk = tl.dot(ds, queries, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -77,15 +84,16 @@ def query_span(ranges, batch, number, q_length, k_length, CAUSAL: tl.constexpr, 
 
 @triton.jit
 def key_side(
-    k, v, strides, q, dout, sums, gradients, shape, layout, q_length, k_length, count, scale, tables,
+    k, v, strides, q, dout, scores, sums, gradients, shape, layout, q_length, k_length, count, scale, tables,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
-    PRECISION: tl.constexpr, TURN: tl.constexpr,
+    PRECISION: tl.constexpr, TURN: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, from all query heads that share it. The first tile, the longest, comes first.
 
     q and dout are tensor descriptors. sums: lse, δ. gradients: dk, dv. strides: of k, v, dk, dv.
-    Where TURN, q and k come rotated, and dk is turned back by the tables of `tile.keep_turned`.
+    Where TURN, q and k come rotated, and dk is turned back by the tables of `tile.keep_turned`. Where KEEP, gradients
+    of the scores go to the tensor descriptor `scores`, (batch·query heads, keys, queries).
     """
     number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slopes, column, diagonal, row, _ = shape
@@ -102,13 +110,14 @@ def key_side(
         one = head * GROUPS + member
         slope = tl.load(slopes + one * SLOPES).to(tl.float32) * tile.LOG2E
         line = (batch.to(tl.int64) * tl.num_programs(1) * GROUPS + one) * q_length
+        keeping = (scores, batch * tl.num_programs(1) * GROUPS + one, start)
         sources = (q, dout, one, sums[0] + line, sums[1] + line, q_length, k_length - q_length)
         vectors, places = (diagonal, row, count, slope), (layout[0], batch)
-        state = fold_queries(state, k, v, columns, sources, vectors, places, (first, edge), scale, CAUSAL, ROW, LAYOUT,
-                             RELATIVE, True, WIDTH, BLOCK_M, PRECISION)  # fmt: skip
+        state = fold_queries(state, k, v, columns, sources, keeping, vectors, places, (first, edge), scale, CAUSAL, ROW,
+                             LAYOUT, RELATIVE, True, WIDTH, BLOCK_M, BLOCK_N, PRECISION, KEEP)  # fmt: skip
         if CAUSAL and not LAYOUT:
-            state = fold_queries(state, k, v, columns, sources, vectors, places, (edge, last), scale, CAUSAL, ROW,
-                                 LAYOUT, RELATIVE, False, WIDTH, BLOCK_M, PRECISION)  # fmt: skip
+            state = fold_queries(state, k, v, columns, sources, keeping, vectors, places, (edge, last), scale, CAUSAL,
+                                 ROW, LAYOUT, RELATIVE, False, WIDTH, BLOCK_M, BLOCK_N, PRECISION, KEEP)  # fmt: skip
     dk = state[0] * (scale / tile.LOG2E)
     tile.keep_turned(gradients[0], strides[2], batch, head, start, k_length, dk, tables, BLOCK_N, WIDTH, TURN)
     tile.keep(gradients[1], strides[3], batch, head, start, k_length, state[1], BLOCK_N, WIDTH)
@@ -167,7 +176,7 @@ def query_side(
     inside = index < q_length
     lse = tl.load(sums[0] + line + index, mask=inside, other=float("inf"))
     lse += tile.row_frame(i, slope, rows[4], RELATIVE)
-    products = row_products(out, dout, shape[4], i, count)
+    products = products_of_rows(out, dout, shape[4], i, count)
     tl.store(sums[1] + line + index, products, mask=inside)
     upstream = (dout, lse[:, None], products[:, None])
     sources, vectors, places = (k, v, head // GROUPS, k_length), (shape[1], count, slope), (layout[1], batch)

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, library
 
 from skipless.ops.triton import decoding
-from skipless.ops.triton.op import Call, by_token, strides_of
+from skipless.ops.triton.launch import Call, strides_of
+from skipless.ops.triton.op import by_token
 
 _MOST_ROWS = 64
 _KEYS_PER_TILE = 64

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, library
 
-from skipless.ops.triton import op
+from skipless.ops.triton.launch import Call, aligned, run_backward, run_forward
+from skipless.ops.triton.sizes import sizes
 
 _ENTRIES = 2048  # of each half in a program: two accesses of 16 bytes to a thread in half precision
 _WARPS = 4
@@ -69,12 +70,12 @@ def _empty(together: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor,
     return out, lse, together.new_empty(batch, length, heads + kv_heads, width)
 
 
-def _call(together: Tensor, turned: Tensor, heads: int, kv_heads: int, *rest) -> op.Call:
+def _call(together: Tensor, turned: Tensor, heads: int, kv_heads: int, *rest) -> Call:
     """The problem with queries and keys from `turned`, and values where the product put them."""
     width = turned.shape[3]
     q, k = _by_head(turned.flatten(2), width, heads, kv_heads)
     v = _by_head(together, width, heads + kv_heads, kv_heads)[1]
-    return op.Call(op.aligned(q), op.aligned(k), op.aligned(v), *rest)
+    return Call(aligned(q), aligned(k), aligned(v), *rest)
 
 
 @library.custom_op("skipless::turned_attention", mutates_args=())
@@ -88,10 +89,10 @@ def turned_attention(
     """
     together = together.contiguous()
     out, lse, turned = _empty(together, heads, kv_heads)
-    size = op.sizes(turned.shape[3], turned.dtype)
+    launch = sizes(turned.shape[3], turned.dtype).forward
     with torch.cuda.device_of(together):
         _run_rotate(together, _tables(cos, sin), turned)
-        op.run_forward(_call(together, turned, heads, kv_heads, vectors, row, places, causal), out, lse, size.forward)
+        run_forward(_call(together, turned, heads, kv_heads, vectors, row, places, causal), out, lse, launch)
     return out, lse, turned
 
 
@@ -101,14 +102,12 @@ def turned_attention_backward(
     kv_heads: int, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool,
 ) -> Tensor:  # fmt: skip
     """The gradient by `together`."""
-    together, dout = together.contiguous(), op.aligned(dout)
-    gradient, sums, tables = torch.empty_like(together), (lse, torch.empty_like(lse)), _tables(cos, sin)
-    dq, dk, dv = _by_head(gradient, turned.shape[3], heads, kv_heads, kv_heads)
+    together = together.contiguous()
+    gradient = torch.empty_like(together)
+    parts = _by_head(gradient, turned.shape[3], heads, kv_heads, kv_heads)
     call = _call(together, turned, heads, kv_heads, vectors, row, places, causal)
-    size = op.sizes(turned.shape[3], turned.dtype)
     with torch.cuda.device_of(together):
-        op.run_query_side(call, out, dout, sums, dq, size.query_side, tables)
-        op.run_key_side(call, dout, sums, (dk, dv), size.key_side, tables)
+        run_backward(call, out, aligned(dout), lse, parts, _tables(cos, sin))
     return gradient
 
 

@@ -1,0 +1,208 @@
+"""How the kernels are launched: one attention problem in their terms, and which of them fill its gradients."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from skipless.ops.blocks import BLOCK
+from skipless.ops.triton import backward as gradient
+from skipless.ops.triton import kept
+from skipless.ops.triton.forward import forward
+from skipless.ops.triton.sizes import Launch, sizes
+from skipless.ops.triton.tile import LOG2E
+
+# Gradients of scores that a backward pass may keep, so that one of its two sides need not compute them again.
+KEPT_BYTES = 512 * 2**20
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One attention problem, in the kernels' terms. vectors: slope, column, diagonal, row_scale. places: 0 or 4."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    vectors: list[Tensor]
+    row: Tensor | None
+    places: list[Tensor]
+    causal: bool
+
+    def rows(self, some: slice) -> "Call":
+        """The same for some rows of the batch; not with places."""
+        return replace(self, q=self.q[some], k=self.k[some], v=self.v[some])
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def common(self) -> tuple:
+        """(shape, layout, T_q, T_k, entries of a vector, scale·log₂e) in the kernels' order."""
+        slope, column, diagonal, row_scale = self.vectors
+        shape = (slope, column, diagonal, column if self.row is None else self.row, row_scale)
+        layout = tuple(self.places) if self.places else (column,) * 4
+        scale = self.q.shape[3] ** -0.5 * LOG2E.value
+        return shape, layout, self.q.shape[2], self.k.shape[2], column.shape[0], scale
+
+    def constants(self) -> dict:
+        """What the kernels are compiled for."""
+        half = self.q.dtype != torch.float32
+        return {
+            "GROUPS": self.groups,
+            "SLOPES": int(self.vectors[0].numel() > 1),
+            "CAUSAL": self.causal,
+            "ROW": self.row is not None,
+            "LAYOUT": bool(self.places),
+            # a frame per tile costs an exponent up to 1e-5: less than bfloat16 keeps of a weight, more than float32
+            "RELATIVE": half and self.causal and not self.places and self.row is None,
+            "WIDTH": self.q.shape[3],
+            "RANGE": BLOCK,
+            "PRECISION": "tf32" if half else "ieee",
+        }
+
+
+def run_forward(call: Call, out: Tensor, lse: Tensor, launch: Launch) -> None:
+    """Fill out and lse."""
+    shape, layout, *rest = call.common()
+    q, k, v = call.q, call.k, call.v
+    forward[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
+        q, out, strides_of(q, out), _descriptor(k, launch.keys), _descriptor(v, launch.keys), lse, shape, layout, *rest,
+        **call.constants(), **_options(launch),
+    )  # fmt: skip
+
+
+def run_backward(
+    call: Call, out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple, tables: tuple | None = None
+) -> None:
+    """Fill dq, dk and dv; dq and dk by what was rotated, where there are tables of the rotation."""
+    sums, size, rows = (lse, torch.empty_like(lse)), sizes(call.q.shape[3], call.q.dtype), rows_kept(call)
+    if not rows:
+        run_query_side(call, out, dout, sums, gradients[0], size.query_side, tables)
+        run_key_side(call, dout, sums, gradients[1:], size.key_side, tables)
+        return
+    run_row_products(call, out, dout, sums[1], size.kept)
+    scores = _scores(call, rows)
+    for first in range(0, call.q.shape[0], rows):
+        some = slice(first, first + rows)
+        part, (dq, dk, dv) = call.rows(some), (t[some] for t in gradients)
+        turning = tables if tables is None or not tables[2] else (*(t[some] for t in tables[:2]), tables[2])
+        run_key_side(part, dout[some], tuple(t[some] for t in sums), (dk, dv), size.key_side, turning, scores)
+        run_kept_query_side(part, scores, dq, size.kept, turning)
+
+
+def rows_kept(call: Call) -> int:
+    """How many rows of the batch at a time keep the gradients of their scores; 0 where none fits, or they may not.
+
+    Tiles that are read must have been written: those of a causal mask that starts at the first key have.
+    """
+    length = call.q.shape[2]
+    if call.q.dtype == torch.float32 or call.places or length != call.k.shape[2]:
+        return 0
+    bytes_of_row = call.q.shape[1] * length * _padded(length) * call.q.element_size()
+    return min(call.q.shape[0], KEPT_BYTES // bytes_of_row)
+
+
+def _scores(call: Call, rows: int) -> Tensor:
+    """Room for the gradients of scores of so many rows of the batch, (rows·heads, keys, queries)."""
+    heads, length = call.q.shape[1:3]
+    return call.q.new_empty(rows * heads, length, _padded(length))[..., :length]
+
+
+def _padded(length: int) -> int:
+    """The copy engine wants rows at multiples of 16 bytes."""
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def run_row_products(call: Call, out: Tensor, dout: Tensor, delta: Tensor, launch: Launch) -> None:
+    """Fill δ."""
+    batch, heads, length, width = call.q.shape
+    row_scale = call.vectors[3]
+    kept.row_products[_tiles(length, launch.queries), heads, batch](
+        out, dout, strides_of(out, dout), delta, row_scale, length, row_scale.shape[0], WIDTH=width,
+        BLOCK_M=launch.queries, num_warps=launch.warps,
+    )  # fmt: skip
+
+
+def run_key_side(
+    call: Call, dout: Tensor, sums: tuple, gradients: tuple, launch: Launch, tables: tuple | None = None,
+    scores: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill dk and dv, from lse and δ; by k before its rotation where there are tables of one. And scores, if given."""
+    shape, layout, *rest = call.common()
+    q, k, v = call.q, call.k, call.v
+    keep = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
+    gradient.key_side[_tiles(k.shape[2], launch.keys), k.shape[1], k.shape[0]](
+        k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), keep,
+        sums, gradients, shape, layout, *rest, **_turning(tables, sums), **call.constants(), **_options(launch),
+        KEEP=scores is not None,
+    )  # fmt: skip
+
+
+def run_query_side(
+    call: Call, out: Tensor, dout: Tensor, sums: tuple, dq: Tensor, launch: Launch, tables: tuple | None = None
+) -> None:
+    """Fill dq and δ, from lse; dq by q before its rotation where there are tables of one."""
+    shape, layout, *rest = call.common()
+    q, k, v = call.q, call.k, call.v
+    gradient.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
+        q, out, dout, dq, strides_of(q, out, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
+        sums, shape, layout, *rest, **_turning(tables, sums), **call.constants(), **_options(launch),
+    )  # fmt: skip
+
+
+def run_kept_query_side(call: Call, scores: Tensor, dq: Tensor, launch: Launch, tables: tuple | None = None) -> None:
+    """Fill dq from the gradients of scores that the key side has kept."""
+    q, k = call.q, call.k
+    constants = {name: value for name, value in call.constants().items() if name in ("GROUPS", "CAUSAL", "WIDTH")}
+    kept.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
+        dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), q.shape[2],
+        q.shape[3] ** -0.5, **_turning(tables, (dq, dq)), **constants, **_options(launch),
+    )  # fmt: skip
+
+
+def _tile_of_scores(scores: Tensor, launch: Launch) -> TensorDescriptor:
+    return TensorDescriptor(scores, list(scores.shape), list(scores.stride()), [1, launch.keys, launch.queries])
+
+
+def _turning(tables: tuple | None, sums: tuple) -> dict:
+    """tables: cos, sin and the stride of their batch. Kernels that turn nothing are given what they do not read."""
+    return {"tables": tables or (*sums, 0), "TURN": tables is not None}
+
+
+def _options(launch: Launch) -> dict:
+    return {
+        "BLOCK_M": launch.queries,
+        "BLOCK_N": launch.keys,
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }
+
+
+def _tiles(length: int, size: int) -> int:
+    return -(-length // size)
+
+
+def strides_of(*tensors: Tensor) -> tuple:
+    """Those of batch, head and token, of each."""
+    return tuple(tuple(t.stride()[:3]) for t in tensors)
+
+
+def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """For loads of `rows` tokens of one head at a time."""
+    width = tensor.shape[3]
+    # the stride of an axis of one entry says nothing, and torch may set it to anything
+    strides = [s if n > 1 else width for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, 1, rows, width])
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that the copy engine can read: features side by side, rows at multiples of 16 bytes."""
+    size = tensor.element_size()
+    strides = [s for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if n > 1]
+    whole = all(s and s * size % _ALIGNMENT == 0 for s in strides) and tensor.stride(3) == 1
+    return (
+        tensor if whole and tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
+    )

@@ -1,0 +1,107 @@
+"""A backward pass that keeps the gradients of its scores computes what the one that forms them twice does."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from skipless.nn.position import Rotation
+from skipless.ops import Layout, ShapeParts, shaped_attention, triton
+from skipless.ops.attention import turned_attention
+from skipless.ops.request import Request
+from skipless.theory.shapes import AlibiShape, AttentionShape, ExponentialShape, PlainShape, UniformShape
+
+pytestmark = pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+HALF = torch.bfloat16 if CUDA else torch.float16  # Triton's interpreter does not multiply in bfloat16
+E_SPA, U_SPA = ExponentialShape.between(0.05, 0.04, 0.008), UniformShape(0.7, 0.72)
+
+
+def tensors(length: int, batch: int = 1, heads: int = 2, kv_heads: int = 2, width: int = 16, dtype=HALF):
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(batch, length, count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    made = [torch.randn(shape, generator=generator).to(DEVICE, dtype).transpose(1, 2) for shape in shapes]
+    return [t.requires_grad_() for t in made[:3]], made[3]
+
+
+def gradients(shape: AttentionShape, inputs: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(shaped_attention(*inputs, shape, impl="triton"), inputs, upstream)
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """To the last bit of half precision, in norm: the two sides multiply in another order."""
+    return bool((a.float() - b.float()).norm() <= torch.finfo(HALF).eps * b.float().norm())
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Calls with so many bytes to keep scores in, and how many launches of the kernel that reads them there were."""
+    from skipless.ops.triton import launch
+
+    counted = []
+    real = launch.run_kept_query_side
+    monkeypatch.setattr(launch, "run_kept_query_side", lambda *args: counted.append(real(*args)))
+
+    def call(size: int, function, *arguments):
+        monkeypatch.setattr(launch, "KEPT_BYTES", size)
+        counted.clear()
+        return function(*arguments), len(counted)
+
+    return call
+
+
+@pytest.mark.parametrize("shape", [E_SPA, U_SPA, AlibiShape(2, causal=False), PlainShape()], ids=repr)
+@pytest.mark.parametrize(("length", "kv_heads"), [(64, 2), (70, 1), (129, 2)])
+def test_the_gradients_are_those_of_two_sides(kept, shape, length, kv_heads):
+    inputs, upstream = tensors(length, kv_heads=kv_heads)
+    (twice, none), (once, one) = (kept(size, gradients, shape, inputs, upstream) for size in (0, 2**29))
+    assert (none, one) == (0, 1)
+    assert all(alike(a, b) for a, b in zip(once, twice, strict=True))
+
+
+def test_a_large_batch_keeps_some_rows_at_a_time(kept):
+    inputs, upstream = tensors(70, batch=5)
+    bytes_of_row = 2 * 70 * 80 * 2
+    whole, one = kept(2**29, gradients, E_SPA, inputs, upstream)
+    parts, three = kept(2 * bytes_of_row + 100, gradients, E_SPA, inputs, upstream)
+    assert (one, three) == (1, 3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert kept(bytes_of_row - 1, gradients, E_SPA, inputs, upstream)[1] == 0
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rotated_rows_are_turned_back(kept, rows):
+    """Angles of every row of the batch, or one row of angles for all."""
+    length, width, heads = 70, 16, 2
+    generator = torch.Generator().manual_seed(1)
+    together = torch.randn(5, length, 3 * heads * width, generator=generator).to(DEVICE, HALF).requires_grad_()
+    upstream = torch.randn(5, heads, length, width, generator=generator).to(DEVICE, HALF)
+    locations = torch.arange(length, device=DEVICE)[None] + 3 * torch.arange(rows, device=DEVICE)[:, None]
+    rotation = Rotation.at(locations, width)
+    q, k, v = (t.unflatten(-1, (heads, width)).transpose(1, 2) for t in together.chunk(3, dim=-1))
+    request = Request(q, k, v, ShapeParts.of(E_SPA, length, DEVICE))
+
+    def gradient() -> Tensor:
+        out = turned_attention(request, together, rotation.cos, rotation.sin, "triton")
+        assert out is not None
+        return torch.autograd.grad(out, together, upstream)[0]
+
+    (twice, _), (once, count) = kept(0, gradient), kept(2 * heads * length * 80 * 2, gradient)
+    assert count == 3
+    assert alike(once, twice)
+
+
+def test_where_scores_are_formed_twice(kept):
+    """In float32, with documents, and where queries are fewer than keys."""
+    inputs, upstream = tensors(70, dtype=torch.float32)
+    assert kept(2**29, gradients, E_SPA, inputs, upstream)[1] == 0
+    inputs, upstream = tensors(70)
+    layout = Layout.packed(torch.arange(70, device=DEVICE)[None] // 30)
+
+    def packed():
+        return torch.autograd.grad(shaped_attention(*inputs, E_SPA, impl="triton", layout=layout), inputs, upstream)
+
+    assert kept(2**29, packed)[1] == 0
+    q, *others = inputs
+    last = [q[:, :, 40:].detach().requires_grad_(), *others]
+    assert kept(2**29, gradients, E_SPA, last, upstream[:, :, 40:])[1] == 0
