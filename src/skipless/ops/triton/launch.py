@@ -120,10 +120,10 @@ def run_row_products(call: Call, out: Tensor, dout: Tensor, delta: Tensor, launc
     """Fill δ."""
     batch, heads, length, width = call.q.shape
     row_scale = call.vectors[3]
+    constants: dict = {"WIDTH": width, "BLOCK_M": launch.queries, "num_warps": launch.warps}
     kept.row_products[_tiles(length, launch.queries), heads, batch](
-        out, dout, strides_of(out, dout), delta, row_scale, length, row_scale.shape[0], WIDTH=width,
-        BLOCK_M=launch.queries, num_warps=launch.warps,
-    )  # fmt: skip
+        out, dout, strides_of(out, dout), delta, row_scale, length, row_scale.shape[0], **constants
+    )
 
 
 def run_key_side(
@@ -137,7 +137,7 @@ def run_key_side(
     gradient.key_side[_tiles(k.shape[2], launch.keys), k.shape[1], k.shape[0]](
         k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), keep,
         sums, gradients, shape, layout, *rest, **_turning(tables, sums), **call.constants(), **_options(launch),
-        KEEP=scores is not None,
+        **_keeping(scores),
     )  # fmt: skip
 
 
@@ -170,6 +170,10 @@ def _tile_of_scores(scores: Tensor, launch: Launch) -> TensorDescriptor:
 def _turning(tables: tuple | None, sums: tuple) -> dict:
     """tables: cos, sin and the stride of their batch. Kernels that turn nothing are given what they do not read."""
     return {"tables": tables or (*sums, 0), "TURN": tables is not None}
+
+
+def _keeping(scores: Tensor | None) -> dict:
+    return {"KEEP": scores is not None}
 
 
 def _options(launch: Launch) -> dict:
