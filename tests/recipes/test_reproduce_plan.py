@@ -132,7 +132,8 @@ def test_what_is_measured_is_run_at_the_best_rate_only(setting: Setting, fake) -
 
 
 def test_the_ladder_of_lengths_stops_when_the_baseline_is_reached(setting: Setting, fake) -> None:
-    """Arms behind Pre-LN + Adam are trained longer until they reach it, arms ahead shorter until they do not."""
+    """Arms behind are trained longer until they reach Pre-LN + Adam, and Pre-LN with their own optimiser; arms ahead
+    shorter until they do not."""
     item = ITEMS["optimisers"]
     starts = {"pre-ln/adam": 5.0, "e-spa/adam": 6.5, "e-spa/muon": 5.3, "pre-ln/muon": 4.5}
     records = run_all([item], setting, fake, lambda job: starts.get(job.arm, 5.0) - 0.5 * math.log2(job.multiple))
@@ -140,7 +141,9 @@ def test_the_ladder_of_lengths_stops_when_the_baseline_is_reached(setting: Setti
     for record in records.values():
         lengths.setdefault(record.arm, set()).add(record.multiple)
     assert lengths["pre-ln/adam"] == {1.0}
-    assert lengths["e-spa/muon"] == {1.0, 1.5, 2.0}  # 5.3 − ½·log₂ 1.5 = 5.01, − ½·log₂ 2 = 4.8
+    # 5.3 − ½·log₂ 1.5 = 5.01, − ½·log₂ 2 = 4.8, − ½·log₂ 3 = 4.51: the baseline at 2, its rival's 4.5 never
+    assert lengths["e-spa/muon"] == {1.0, 1.5, 2.0, 3.0}
+    assert lengths["e-spa-skip/muon"] == {1.0, 1.5, 2.0, 0.75}  # 5.0 as the baseline, 4.5 at 2
     assert lengths["e-spa/adam"] == {1.0, 1.5, 2.0, 3.0}  # never
     assert lengths["pre-ln/muon"] == {1.0, 0.75, 0.5}
     assert sum(record.measure == "pace" for record in records.values()) == 6

@@ -61,6 +61,13 @@ class Outcome:
         return not self.missing and self.best is None
 
 
+def rival_of(outcome: Outcome, known: Mapping[str, Outcome]) -> Sample | None:
+    """The final loss of Pre-LN with the arm's own optimiser; None for Pre-LN itself, and while it is unknown."""
+    _, _, optimiser = outcome.arm.name.partition("/")
+    rival = known.get(f"pre-ln/{optimiser}")
+    return rival.sample("train_loss") if rival is not None and rival.arm.name != outcome.arm.name else None
+
+
 def outcome_of(item: Item, arm: Arm, setting: Setting, records: Mapping[str, Record]) -> Outcome:
     """Look up the arm's runs. The best rate is that of the lowest training loss, as in App. H."""
     grid = list(arm.rates(setting.scale, setting.text, setting.rates))

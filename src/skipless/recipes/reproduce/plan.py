@@ -1,11 +1,10 @@
 """Which runs are missing, in the order in which they are to be run: a function of the records alone."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from skipless.recipes.reproduce.item import Item
 from skipless.recipes.reproduce.job import Job, Setting, make_job
-from skipless.recipes.reproduce.outcome import Outcome, outcome_of
+from skipless.recipes.reproduce.outcome import Outcome, Sample, outcome_of, rival_of
 from skipless.recipes.reproduce.ratio import next_multiple
 from skipless.recipes.reproduce.record import Record
 
@@ -46,32 +45,32 @@ def _of_item(item: Item, setting: Setting, records: Mapping[str, Record], arms: 
     known = outcomes(item, setting, records, arms)
     for outcome in known.values():
         yield from outcome.missing
-    target = _target(item, known)
     for outcome in known.values():
         if outcome.best is not None:
-            yield from _finals(item, setting, outcome, target)
+            yield from _finals(item, setting, outcome, _targets(item, outcome, known))
     if item.ladder:
         for outcome in known.values():
             if outcome.best is not None and outcome.pace is None:
                 yield make_job(item, outcome.arm, setting, outcome.best, measure="pace")
 
 
-def _target(item: Item, known: Mapping[str, Outcome]) -> float:
-    """The loss that ladders are to reach; not a number while it is unknown."""
+def _targets(item: Item, outcome: Outcome, known: Mapping[str, Outcome]) -> list[Sample]:
+    """The losses that an arm's ladder is to reach, as far as they are known: the baseline's, and its rival's."""
     baseline = known.get(item.baseline)
-    sample = baseline.sample("train_loss") if baseline is not None else None
-    return sample.mean if sample is not None else math.nan
+    if not item.ladder or baseline is None or outcome.arm.name == item.baseline:
+        return []
+    found = (baseline.sample("train_loss"), rival_of(outcome, known))
+    return [sample for sample in found if sample is not None]
 
 
-def _finals(item: Item, setting: Setting, outcome: Outcome, target: float) -> Iterable[Job]:
-    """Seeds at the usual length, then other lengths with the first seed."""
+def _finals(item: Item, setting: Setting, outcome: Outcome, targets: Sequence[Sample]) -> Iterable[Job]:
+    """Seeds at the usual length, then other lengths with the first seed, until they reach the targets."""
     assert outcome.best is not None
     wanted = [(1.0, seed) for seed in range(setting.seeds)]
     wanted += [(multiple, 0) for multiple in outcome.arm.lengths(setting.scale) if multiple != 1.0]
-    if item.ladder and outcome.arm.name != item.baseline and not math.isnan(target):
-        losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
-        climb = next_multiple(item.ladder, target, losses)
-        wanted += [(climb, 0)] if climb is not None else []
+    losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
+    climbs = [next_multiple(item.ladder, target.mean, losses) for target in targets]
+    wanted += [(climb, 0) for climb in climbs if climb is not None]
     for multiple, seed in wanted:
         if seed not in outcome.runs.get(multiple, {}):
             yield make_job(item, outcome.arm, setting, outcome.best, seed, multiple, item.measure)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skipless.recipes.reproduce.item import Item
-from skipless.recipes.reproduce.outcome import Outcome, Sample
+from skipless.recipes.reproduce.outcome import Outcome, Sample, rival_of
 from skipless.recipes.reproduce.ratio import Ratio, steps_ratio
 from skipless.recipes.reproduce.record import Record
 
@@ -52,9 +52,7 @@ def ratio_rows(item: Item, outcomes: Mapping[str, Outcome]) -> list[tuple[str, .
         if outcome is baseline:
             continue
         ratio = ratio_to(outcome, target)
-        _, _, optimiser = outcome.arm.name.partition("/")
-        same = outcomes.get(f"pre-ln/{optimiser}")
-        rival = same.sample("train_loss") if same is not None and same is not outcome else None
+        rival = rival_of(outcome, outcomes)
         printed = [p.text() for p in outcome.arm.printed if p.quantity == "steps_ratio"]
         against = ratio_to(outcome, rival) if rival is not None else None
         cells = (_ratio_text(ratio), _ratio_text(_wall_clock(ratio, outcome, baseline)), _ratio_text(against))
