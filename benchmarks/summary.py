@@ -16,10 +16,15 @@ LABELS = {"flash": "flash, no bias", "cudnn": "cuDNN, no bias", "e-spa/triton": 
 
 
 def read(path: Path) -> tuple[dict, list[dict]]:
-    """(what was measured on, rows); rows that failed are left to the log."""
+    """(what was measured on, rows, each with the number of its run); rows that failed are left to the log."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     head = next((line for line in lines if "torch" in line and "ms" not in line), {})
-    return head, [line for line in lines if "both_ms" in line or "ms" in line]
+    run, rows = 0, []
+    for line in lines:
+        run += "command" in line
+        if "both_ms" in line or "ms" in line:
+            rows.append({**line, "run": run})
+    return head, rows
 
 
 def grid(header: list[str], rows: list[list]) -> str:
@@ -42,14 +47,14 @@ def attention(rows: list[dict]) -> str:
 
 
 def step(rows: list[dict]) -> str:
-    """Training steps beside Pre-LN of this library and Hugging Face's Llama."""
+    """Training steps beside Pre-LN of this library and Hugging Face's Llama in the same run."""
     cells = []
     for row in rows:
-        same = {r["arm"]: r["ms"] for r in rows if (r["shape"], r["mode"]) == (row["shape"], row["mode"])}
+        same = {r["arm"]: r["ms"] for r in rows if all(r[key] == row[key] for key in ("run", "shape", "mode"))}
         ratios = [f"{same[name] / row['ms']:.3f}" if name in same else "" for name in ("pre-ln", "llama")]
         figures = [f"{row['ms']:.1f}", f"{row['mfu']:.1f} %", *ratios, f"{row['memory_gb']:.1f}"]
-        cells.append([row["shape"], row["arm"], row["mode"], *figures])
-    return grid(["shape", "network", "launch", "ms", "MFU", "× Pre-LN", "× Llama", "GB"], cells)
+        cells.append([row["run"], row["shape"], row["arm"], row["impl"], row["mode"], *figures])
+    return grid(["run", "shape", "network", "attention", "launch", "ms", "MFU", "× Pre-LN", "× Llama", "GB"], cells)
 
 
 def growth(rows: list[dict]) -> str:

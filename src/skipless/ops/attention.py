@@ -69,8 +69,8 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
     bias_gain: g, one number or one per head; it may require a gradient. D does not follow it.
     score_bias: a dense term that broadcasts to (batch, heads, T_q, T_k), for positions encoded in the scores.
     impl: "reference" (dense, the definition), "sdpa" (torch's fused kernel with a dense bias), "flex" (FlexAttention,
-        no T×T tensor), "triton" (kernels of our own, no T×T tensor), or "auto", which logs its choice and reason under
-        "skipless". An explicit impl that cannot run raises RuntimeError.
+        no T×T tensor), "triton" (kernels of our own; T×T only in gradients of short rows, 512 MiB at most), or "auto",
+        which logs its choice and reason under "skipless". An explicit impl that cannot run raises RuntimeError.
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
@@ -122,7 +122,7 @@ def choose(request: Request) -> tuple[str, str]:
     queries, keys = request.q.shape[2], request.k.shape[2]
     if request.q.is_cuda and not sdpa.needs_no_bias(request):
         if (why := triton.refusal(request)) is None:
-            return "triton", "on a GPU the fused kernels are the fastest, and make no T×T tensor"
+            return "triton", "on a GPU the fused kernels are the fastest, and their memory grows with T"
         if queries > _DECODING_QUERIES and flex.refusal(request) is None:
             return "flex", f"triton cannot: {why}"
     if (why := flex.refusal(request)) is not None:

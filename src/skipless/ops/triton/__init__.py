@@ -14,7 +14,10 @@ _WIDTHS = (16, 32, 64, 128, 256)
 
 
 def attend(request: Request) -> Tensor:
-    """D·softmax(q kᵀ·scale + B)·v. Needs O(T) beside q, k, v and the output: one number per query, and the vectors."""
+    """D·softmax(q kᵀ·scale + B)·v. Needs O(T) beside q, k, v and the output: one number per query, and the vectors.
+
+    Its gradients take up to launch.KEPT_BYTES besides, for those of the scores.
+    """
     from skipless.ops.triton import decode, op
 
     q, k, v, parts = request.q, request.k, request.v, request.parts
