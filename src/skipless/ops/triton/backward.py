@@ -29,7 +29,6 @@ def fold_queries(
     Where KEEP, ds is written to kept = (tensor descriptor, its line, the first key) for the query side.
     """
     dk, dv = state
-    scores_kept, line, first_key = kept
     j, j_document, column = columns
     q, dout, head, lse, delta, length, past = tensors
     diagonal, row, count, slope = vectors
@@ -44,9 +43,7 @@ def fold_queries(
         sums = tl.load(lse + index, mask=index < length, other=float("inf")) + frame
         products = tl.load(delta + index, mask=index < length, other=0.0)
         i, i_document = i[None, :], i_document[None, :]
-        terms = column
-        if RELATIVE:
-            terms = column + slope * (j - origin).to(tl.float32)
+        terms = tile.relative(column, j, slope, origin, RELATIVE)
         seen = tile.visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
         queries = tile.stream(q, batch, head, start, BLOCK_M, WIDTH)
         scores = tl.dot(k, tl.trans(queries), input_precision=PRECISION) * scale
@@ -59,7 +56,7 @@ def fold_queries(
         ds = weights * (tl.dot(v, tl.trans(upstream), input_precision=PRECISION) - products[None, :])
         ds = ds.to(k.dtype)
         if KEEP:
-            scores_kept.store([line, first_key, start], ds.reshape(1, BLOCK_N, BLOCK_M))
+            kept[0].store([kept[1], kept[2], start], ds.reshape(1, BLOCK_N, BLOCK_M))
         dk = tl.dot(ds, queries, dk, input_precision=PRECISION)
     return dk, dv
 

@@ -43,12 +43,18 @@ def visible(i, j, i_document, j_document, CAUSAL: tl.constexpr, LAYOUT: tl.const
 
 
 @triton.jit
-def key_column(column, j, slope, origin, count, RELATIVE: tl.constexpr):
-    """column_j; relative to a tile of queries that starts at `origin`, column_j − slope·(origin − j)."""
-    terms = entries(column, j, count)
+def relative(column, j, slope, origin, RELATIVE: tl.constexpr):
+    """column_j; where RELATIVE, to a tile of queries that starts at `origin`: column_j − slope·(origin − j)."""
     if RELATIVE:
-        terms += slope * (j - origin).to(tl.float32)
-    return terms
+        return column + slope * (j - origin).to(tl.float32)
+    else:
+        return column
+
+
+@triton.jit
+def key_column(column, j, slope, origin, count, RELATIVE: tl.constexpr):
+    """`relative` of the vector's entries."""
+    return relative(entries(column, j, count), j, slope, origin, RELATIVE)
 
 
 @triton.jit
