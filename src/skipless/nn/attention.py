@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from skipless.nn import init
 from skipless.nn.bare import is_bare
+from skipless.nn.linear import applied
 from skipless.nn.position import RelativePosition, Rotation
 from skipless.ops import attention
 from skipless.ops.attention import shaped_attention
@@ -117,7 +118,7 @@ class ShapedAttention(nn.Module):
         mixed = self._turned(x, together, placement) if together is not None and cache is None else None
         if mixed is None:
             mixed = self._mixed(x, together, placement, cache)
-        return self.output(mixed.transpose(1, 2).flatten(2).to(x.dtype))
+        return applied(mixed.transpose(1, 2).flatten(2).to(x.dtype), self.output)[0]
 
     def _mixed(self, x: Tensor, together: Tensor | None, placement: Placement, cache: LayerCache | None) -> Tensor:
         """What the heads attend to, (batch, heads, T, head_width)."""
@@ -204,7 +205,7 @@ class ShapedAttention(nn.Module):
         """Queries, keys and values by head, as they lie in the joined product where there is one."""
         layers = (self.query, self.key, self.value)
         if together is None:
-            return tuple(self._split(layer(x)) for layer in layers)
+            return tuple(self._split(part) for part in applied(x, *layers))
         return tuple(self._split(part) for part in together.split([layer.out_features for layer in layers], dim=-1))
 
     def _projected(self, x: Tensor, together: Tensor | None, placement: Placement) -> tuple[Tensor, Tensor, Tensor]:

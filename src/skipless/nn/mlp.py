@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from skipless.nn import init
 from skipless.nn.activation import Activation
 from skipless.nn.bare import is_bare
+from skipless.nn.linear import applied
 from skipless.ops.activation import biased_activation, kernel_serves
 from skipless.ops.precision import product_dtype
 from skipless.theory.activations import ShapedActivation
@@ -35,7 +36,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._fuses(x):
-            return self.down(self.activation(self.up(x)))
+            (hidden,) = applied(x, self.up)
+            return applied(self.activation(hidden), self.down)[0]
         product = nn.functional.linear(x, self.up.weight)
         return self.down(biased_activation(product, self.up.bias, self.activation.spec))
 
