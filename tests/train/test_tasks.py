@@ -130,6 +130,12 @@ def test_an_indifferent_model_takes_the_shortest_choice(tasks_folder):
         assert results[name].truncated == 0
 
 
+def test_every_question_has_the_choices_of_its_task(tasks_folder):
+    for name, task in TASKS.items():
+        asked = questions(name, local_records(name, tasks_folder), 300)
+        assert {len(question.pairs) for question in asked} == {task.choices}
+
+
 def test_results_from_known_scores():
     asked = [Question.ask("q", ("aa", "bbbbbbbb"), 1), Question.ask("q", ("aa", "bbbbbbbb"), 0)]
     result = result_of("piqa", asked, np.array([-2.0, -4.0, -2.0, -1.0]), 0)
@@ -184,6 +190,8 @@ def test_the_command_prints_accuracies(tmp_path):
     assert [*record["tasks"]] == [*TASKS]
     assert all(task["questions"] == 2 for task in record["tasks"].values())
     assert all(name in result.stdout for name in TASKS)
+    chance = {name: round(task["chance"], 3) for name, task in record["tasks"].items()}
+    assert chance == {"boolq": 0.5, "hellaswag": 0.25, "winogrande": 0.5, "piqa": 0.5, "siqa": 0.333}
 
 
 def test_without_lm_eval_the_message_says_what_to_install(monkeypatch):

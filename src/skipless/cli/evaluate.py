@@ -211,11 +211,11 @@ def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> N
     if texts and scores:
         console.print()
     if scores:
-        head = ("task", "accuracy", "±", "normalised", "±", "questions", "truncated")
+        head = ("task", "accuracy", "±", "normalised", "±", "chance", "questions", "truncated")
         rows = [
             (
                 name,
-                *map(_percent, (r.accuracy, r.accuracy_stderr, r.normalised, r.normalised_stderr)),
+                *map(_percent, (r.accuracy, r.accuracy_stderr, r.normalised, r.normalised_stderr, r.chance)),
                 f"{r.questions:,}",
                 "-" if r.truncated is None else f"{r.truncated:,}",
             )
@@ -245,7 +245,7 @@ def _record(
         "options": dataclasses.asdict(options),
         "texts": {name: dataclasses.asdict(result) for name, result in texts.items()},
         "backend": backend.value if scores else None,
-        "tasks": {name: dataclasses.asdict(result) for name, result in scores.items()},
+        "tasks": {name: dataclasses.asdict(r) | {"chance": r.chance} for name, r in scores.items()},
     }
     for result in plain["texts"].values():
         result.update({key: None for key, value in result.items() if value is not None and not math.isfinite(value)})

@@ -44,10 +44,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """How a record of the hub's data set becomes a Question; stem names the local file, hub the data set."""
+    """How a record of the hub's data set becomes a Question of so many choices; stem names the local file."""
 
     stem: str
     hub: tuple[str, str | None]
+    choices: int
     question: Callable[[dict[str, Any]], Question]
 
 
@@ -66,6 +67,11 @@ class TaskResult:
     normalised: float | None
     normalised_stderr: float | None
     truncated: int | None = None
+
+    @property
+    def chance(self) -> float:
+        """What guessing gives."""
+        return 1.0 / TASKS[self.task].choices
 
 
 def _boolq(record: dict[str, Any]) -> Question:
@@ -102,11 +108,11 @@ def _siqa(record: dict[str, Any]) -> Question:
 
 
 TASKS: dict[str, Task] = {
-    "boolq": Task("boolq", ("aps/super_glue", "boolq"), _boolq),
-    "hellaswag": Task("hellaswag", ("Rowan/hellaswag", None), _hellaswag),
-    "winogrande": Task("winogrande", ("allenai/winogrande", "winogrande_xl"), _winogrande),
-    "piqa": Task("piqa", ("baber/piqa", None), _piqa),
-    "siqa": Task("social_i_qa", ("lighteval/siqa", None), _siqa),
+    "boolq": Task("boolq", ("aps/super_glue", "boolq"), 2, _boolq),
+    "hellaswag": Task("hellaswag", ("Rowan/hellaswag", None), 4, _hellaswag),
+    "winogrande": Task("winogrande", ("allenai/winogrande", "winogrande_xl"), 2, _winogrande),
+    "piqa": Task("piqa", ("baber/piqa", None), 2, _piqa),
+    "siqa": Task("social_i_qa", ("lighteval/siqa", None), 3, _siqa),
 }
 
 
