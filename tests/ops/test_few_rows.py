@@ -51,6 +51,10 @@ def test_tiles_cover_the_matrices(widths, k):
     assert down == 1 or sum(widths) // down >= 264
 
 
+class Quantised(torch.Tensor):
+    """A kind of tensor that may keep its numbers in another form."""
+
+
 def test_what_fits():
     x, weights = tensors((1, 4), 256, [32, 64], torch.bfloat16)
     assert few_rows.fits(x, weights)
@@ -64,6 +68,7 @@ def test_what_fits():
         (x, [weights[0].half()]),
         (x, weights * 2),  # four matrices
         (x[..., :128], [w[:, :128] for w in weights]),  # short rows
+        (x, [weights[0].as_subclass(Quantised)]),
     ):
         assert not few_rows.fits(*other)
 
@@ -93,6 +98,13 @@ def test_layers_of_one_input_are_one_kernel(served):
     biased = nn.Linear(256, 32, device=DEVICE, dtype=torch.float16)
     torch.testing.assert_close(applied(x, biased)[0], biased(x), rtol=2e-3, atol=1e-3)
     assert len(served) == 3
+
+
+@torch.no_grad()
+def test_inside_a_compiled_function(served):
+    layer, x = nn.Linear(256, 32, device=DEVICE, dtype=torch.float16), tensors((1,), 256, [], torch.float16)[0]
+    compiled = torch.compile(lambda x: 2 * applied(x, layer)[0], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), 2 * layer(x), rtol=2e-3, atol=1e-3)
 
 
 @torch.no_grad()

@@ -7,11 +7,12 @@ read in half a microsecond.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skipless.ops import triton
 
 _HALF = (torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, nn.Parameter)
 _MOST_ROWS, _MOST_MATRICES = 4, 3
 _ALIGNMENT = 16  # of a matrix's sides, so that every row starts where Triton may read 16 bytes
 _FEWEST_COLUMNS, _MOST_ENTRIES = 256, 2**25  # below and above these torch's kernels are as good
@@ -29,6 +30,8 @@ def serves(x: Tensor, weights: Sequence[Tensor]) -> bool:
 def fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether these are few rows in half precision, of sizes that the kernel takes and is made for."""
     k = x.shape[-1]
+    if not all(type(t) in _PLAIN for t in (x, *weights)):  # others, such as quantised ones, hold no such memory
+        return False
     alike = all((w.dtype, w.device, w.shape[1]) == (x.dtype, x.device, k) for w in weights)
     if not alike or x.dtype not in _HALF or not 1 <= len(weights) <= _MOST_MATRICES:
         return False
