@@ -193,6 +193,7 @@ def test_claims_are_counted_at_the_top() -> None:
     tables = [ResultTable("losses", ("arm", "ours"), [("a", "1")]), ResultTable("bands", ("claim",), claims, True)]
     page = render([], results=tables)
     assert "Of 3 claims stated before the runs 1 hold, 1 fail, 1 await their runs." in page
+    assert page.count('<tr class="lost"><th scope="row">b below c</th>') == page.count('<tr class="lost"') == 1
     assert "claims stated" not in render([], results=tables[:1])
 
 

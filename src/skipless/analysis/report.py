@@ -46,6 +46,9 @@ _TALLIES = (("pass", "hold"), ("fail", "fail"), ("not run", "await their runs"))
 _RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity")
 
 
+_FAILED = ' class="lost"'
+
+
 @dataclass(frozen=True)
 class ResultTable:
     """A table of a reproduction: what it is of, its columns, its cells as text. claims: of claim, verdict, numbers."""
@@ -176,7 +179,8 @@ def _run_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def _result_table(table: ResultTable) -> str:
     heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.head)
     rows = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        f'<tr{_FAILED * (table.claims and rest[0] == "fail")}><th scope="row">{escape(first)}</th>'
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in table.rows
     )
     return (

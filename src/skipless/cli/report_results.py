@@ -72,11 +72,15 @@ def _tables(data: dict[str, Any]) -> "list[ResultTable]":
         ResultTable(f"{of}: {quantity.replace('_', ' ')}", _COLUMNS, [_cells(row) for row in rows])
         for quantity, rows in data["tables"].items()
     ]
+    if ratios := data.get("ratios"):
+        tables.append(ResultTable(f"{of}: steps to a loss", tuple(ratios[0]), [tuple(row.values()) for row in ratios]))
     bands = [(band["claim"], band["mark"], band["detail"]) for band in data["bands"]]
     return [*tables, *([ResultTable(f"{of}: bands", ("claim", "verdict", "numbers"), bands, True)] if bands else [])]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
+    """A row as its page shows it; files of older versions know its name and number alone."""
     longer = "" if row["multiple"] == 1.0 else f", {row['multiple']:g}× the steps"
     ours = "–" if row["ours"] is None else f"{row['ours']:.4g}"
-    return [row["arm"] + longer, row["paper"], ours, *(row[name] for name in _COLUMNS[3:])]
+    known = row.get("label", row["arm"] + longer), row["paper"], row.get("text", ours)
+    return [*known, *(row[name] for name in _COLUMNS[3:])]

@@ -65,9 +65,11 @@ def as_json(summary: Summary) -> dict[str, Any]:
         quantity: [
             {
                 "arm": row.arm,
+                "label": row.label,
                 "multiple": row.multiple,
                 "paper": row.paper,
                 "ours": _finite(row.value),
+                "text": row.ours,
                 **dict(zip(HEAD[3:], row.cells, strict=True)),
             }
             for row in rows(summary.outcomes, quantity)
