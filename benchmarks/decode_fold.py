@@ -30,6 +30,13 @@ from skipless.model.transformer import Transformer
 Step = Callable[[], Tensor]
 
 
+def positive(text: str) -> int:
+    """The number, if it is at least 1."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -38,8 +45,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32_000)
     parser.add_argument("--past", type=int, default=64, help="cached tokens")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--steps", type=positive, default=20, help="of a round")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--compile", action="store_true", help="compile the blocks, so that small kernels fuse")
     parser.add_argument("--profile", action="store_true", help="print each network's kernels, idle time and clock")
