@@ -35,11 +35,15 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 @pytest.fixture
 def kept(monkeypatch):
-    """Calls with so many bytes to keep scores in, and how many launches of the kernel that reads them there were."""
+    """Calls with so many bytes to keep scores in, and how many launches of the kernel that reads them there were.
+
+    What is read and was not written is not a number.
+    """
     from skipless.ops.triton import launch
 
     counted = []
-    real = launch.run_kept_query_side
+    real, room = launch.run_kept_query_side, launch._scores
+    monkeypatch.setattr(launch, "_scores", lambda *args: room(*args).fill_(torch.nan))
     monkeypatch.setattr(launch, "run_kept_query_side", lambda *args: counted.append(real(*args)))
 
     def call(size: int, function, *arguments):
@@ -91,17 +95,42 @@ def test_rotated_rows_are_turned_back(kept, rows):
     assert alike(once, twice)
 
 
+def layouts() -> dict[str, Layout]:
+    """Three rows each: documents in a row, documents that take turns, padding, and fewer queries than keys."""
+    documents = torch.tensor([[0] * 80 + [1] * 50, [0] * 10 + [1] * 120, [0] * 130])
+    alternating = torch.arange(130)[None] // 7 % 2
+    mask = torch.ones(3, 130, dtype=torch.long)
+    mask[1, :70] = mask[2, :129] = 0
+    return {
+        "packed": Layout.packed(documents.to(DEVICE)),
+        "alternating": Layout.packed(alternating.expand(3, -1).to(DEVICE)),
+        "padded": Layout.left_padded(mask.to(DEVICE), 130),
+        "short": Layout.left_padded(mask.to(DEVICE), 66),
+    }
+
+
+@pytest.mark.parametrize("shape", [E_SPA, U_SPA, AlibiShape(2, causal=False)], ids=["e-spa", "u-spa", "all"])
+@pytest.mark.parametrize("name", ["packed", "alternating", "padded", "short"])
+def test_documents_and_padding(kept, name, shape):
+    layout = layouts()[name]
+    inputs, upstream = tensors(130, batch=3, kv_heads=1)
+    queries = layout.query_locations.shape[1]
+    inputs[0], upstream = inputs[0][:, :, -queries:].detach().requires_grad_(), upstream[:, :, -queries:]
+
+    def formed() -> tuple[Tensor, ...]:
+        out = shaped_attention(*inputs, shape, impl="triton", layout=layout)
+        return torch.autograd.grad(out, inputs, upstream)
+
+    two_rows = 2 * 2 * 130 * -(-queries // 16) * 16 * 2
+    (twice, none), (once, two) = kept(0, formed), kept(two_rows, formed)
+    assert (none, two) == (0, 2)
+    assert all(alike(a, b) for a, b in zip(once, twice, strict=True))
+
+
 def test_where_scores_are_formed_twice(kept):
-    """In float32, with documents, and where queries are fewer than keys."""
+    """In float32, and without a layout where queries are fewer than keys."""
     inputs, upstream = tensors(70, dtype=torch.float32)
     assert kept(2**29, gradients, E_SPA, inputs, upstream)[1] == 0
-    inputs, upstream = tensors(70)
-    layout = Layout.packed(torch.arange(70, device=DEVICE)[None] // 30)
-
-    def packed():
-        return torch.autograd.grad(shaped_attention(*inputs, E_SPA, impl="triton", layout=layout), inputs, upstream)
-
-    assert kept(2**29, packed)[1] == 0
-    q, *others = inputs
+    (q, *others), upstream = tensors(70)
     last = [q[:, :, 40:].detach().requires_grad_(), *others]
     assert kept(2**29, gradients, E_SPA, last, upstream[:, :, 40:])[1] == 0

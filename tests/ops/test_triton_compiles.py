@@ -7,8 +7,9 @@ from skipless.ops import triton
 SCRIPT = """
 import re, sys, torch
 from hopper import compiled, intercept, usage
-from skipless.ops import ShapeParts
+from skipless.ops import Layout, ShapeParts
 from skipless.ops.triton import backward, decode, decoding, kept, launch, op, turned
+from skipless.ops.triton.places import places
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
 intercept(launch, "forward")
@@ -54,6 +55,10 @@ rotate = compiled[9]
 assert fit(rotate) == (8, 0)
 accesses = set(re.findall(r"(?:ld|st)\\.global\\S*", rotate.asm["ptx"]))
 assert accesses == {"ld.global.v4.b32", "st.global.v4.b32"}, accesses
+documents = list(places(Layout.packed((torch.arange(256)[None] // 100).expand(2, -1)), 2, True))
+op.shaped_attention_backward._init_fn(dout, q, k, v, out, lse, *rest[:2], documents, True)
+assert [kernel.name for kernel in compiled[16:]] == ["row_products", "key_side", "query_side"]
+assert all(fit(kernel)[1] == 0 for kernel in compiled[16:]), "with documents it spills"
 """
 
 

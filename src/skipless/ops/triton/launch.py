@@ -31,8 +31,8 @@ class Call:
     causal: bool
 
     def rows(self, some: slice) -> "Call":
-        """The same for some rows of the batch; not with places."""
-        return replace(self, q=self.q[some], k=self.k[some], v=self.v[some])
+        """The same for some rows of the batch."""
+        return replace(self, q=self.q[some], k=self.k[some], v=self.v[some], places=[t[some] for t in self.places])
 
     @property
     def groups(self) -> int:
@@ -96,19 +96,19 @@ def run_backward(
 def rows_kept(call: Call) -> int:
     """How many rows of the batch at a time keep the gradients of their scores; 0 where none fits, or they may not.
 
-    Tiles that are read must have been written: those of a causal mask that starts at the first key have.
+    Tiles that are read must have been written: those of a causal mask that starts at the first key have, and with
+    places what is not seen is left out.
     """
-    length = call.q.shape[2]
-    if call.q.dtype == torch.float32 or call.places or length != call.k.shape[2]:
+    (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
+    if call.q.dtype == torch.float32 or (queries != keys and not call.places):
         return 0
-    bytes_of_row = call.q.shape[1] * length * _padded(length) * call.q.element_size()
-    return min(call.q.shape[0], KEPT_BYTES // bytes_of_row)
+    return min(batch, KEPT_BYTES // (heads * keys * _padded(queries) * call.q.element_size()))
 
 
 def _scores(call: Call, rows: int) -> Tensor:
     """Room for the gradients of scores of so many rows of the batch, (rows·heads, keys, queries)."""
-    heads, length = call.q.shape[1:3]
-    return call.q.new_empty(rows * heads, length, _padded(length))[..., :length]
+    heads, queries = call.q.shape[1:3]
+    return call.q.new_empty(rows * heads, call.k.shape[2], _padded(queries))[..., :queries]
 
 
 def _padded(length: int) -> int:
@@ -119,11 +119,13 @@ def _padded(length: int) -> int:
 def run_row_products(call: Call, out: Tensor, dout: Tensor, delta: Tensor, launch: Launch) -> None:
     """Fill δ."""
     batch, heads, length, width = call.q.shape
-    row_scale = call.vectors[3]
-    constants: dict = {"WIDTH": width, "BLOCK_M": launch.queries, "num_warps": launch.warps}
+    row_scale, past = call.vectors[3], call.k.shape[2] - length
+    constants: dict = {"LAYOUT": bool(call.places), "WIDTH": width, "BLOCK_M": launch.queries}
+    constants["num_warps"] = launch.warps
     kept.row_products[_tiles(length, launch.queries), heads, batch](
-        out, dout, strides_of(out, dout), delta, row_scale, length, row_scale.shape[0], **constants
-    )
+        out, dout, strides_of(out, dout), delta, row_scale, call.common()[1][0], length, past, row_scale.shape[0],
+        **constants,
+    )  # fmt: skip
 
 
 def run_key_side(
@@ -155,11 +157,11 @@ def run_query_side(
 
 def run_kept_query_side(call: Call, scores: Tensor, dq: Tensor, launch: Launch, tables: tuple | None = None) -> None:
     """Fill dq from the gradients of scores that the key side has kept."""
-    q, k = call.q, call.k
-    constants = {name: value for name, value in call.constants().items() if name in ("GROUPS", "CAUSAL", "WIDTH")}
+    q, k, wanted = call.q, call.k, ("GROUPS", "CAUSAL", "LAYOUT", "WIDTH", "RANGE")
+    constants = {name: value for name, value in call.constants().items() if name in wanted}
     kept.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
-        dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), q.shape[2],
-        q.shape[3] ** -0.5, **_turning(tables, (dq, dq)), **constants, **_options(launch),
+        dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), call.common()[1],
+        q.shape[2], k.shape[2], q.shape[3] ** -0.5, **_turning(tables, (dq, dq)), **constants, **_options(launch),
     )  # fmt: skip
 
 
