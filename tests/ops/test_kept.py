@@ -127,6 +127,21 @@ def test_documents_and_padding(kept, name, shape):
     assert all(alike(a, b) for a, b in zip(once, twice, strict=True))
 
 
+@pytest.mark.parametrize("size", [0, 2**29], ids=["twice", "once"])
+def test_the_order_of_tiles_changes_nothing(kept, monkeypatch, size):
+    """One head after another, four at a time of the six there are, and all at once."""
+    from skipless.ops.triton import launch
+
+    inputs, upstream = tensors(70, batch=3)
+    of_head, found = 2 * 70 * 16 * 2, []
+    for section in (0, 4 * of_head, 2**40):
+        monkeypatch.setattr(launch, "_SECTION_BYTES", section)
+        found.append(kept(size, gradients, E_SPA, inputs, upstream)[0])
+        found[-1] = (*found[-1], shaped_attention(*inputs, E_SPA, impl="triton"))
+    for one_by_one, *others in zip(*found, strict=True):
+        assert all(torch.equal(one_by_one, other) for other in others)
+
+
 def test_where_scores_are_formed_twice(kept):
     """In float32, and without a layout where queries are fewer than keys."""
     inputs, upstream = tensors(70, dtype=torch.float32)

@@ -81,7 +81,7 @@ def query_span(ranges, batch, number, q_length, k_length, CAUSAL: tl.constexpr, 
 
 @triton.jit
 def key_side(
-    k, v, strides, q, dout, scores, sums, gradients, shape, layout, q_length, k_length, count, scale, tables,
+    k, v, strides, q, dout, scores, sums, gradients, shape, layout, q_length, k_length, count, scale, order, tables,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr, TURN: tl.constexpr, KEEP: tl.constexpr,
@@ -92,7 +92,7 @@ def key_side(
     Where TURN, q and k come rotated, and dk is turned back by the tables of `tile.keep_turned`. Where KEEP, gradients
     of the scores go to the tensor descriptor `scores`, (batch·query heads, keys, queries).
     """
-    number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    number, head, batch = tile.turn(tl.cdiv(k_length, BLOCK_N), order)
     slopes, column, diagonal, row, _ = shape
     start = number * BLOCK_N
     j, document = tile.place(layout[1], batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
@@ -106,8 +106,9 @@ def key_side(
     for member in range(GROUPS):
         one = head * GROUPS + member
         slope = tl.load(slopes + one * SLOPES).to(tl.float32) * tile.LOG2E
-        line = (batch.to(tl.int64) * tl.num_programs(1) * GROUPS + one) * q_length
-        keeping = (scores, batch * tl.num_programs(1) * GROUPS + one, start)
+        line = batch * order[0] * GROUPS + one
+        keeping = (scores, line, start)
+        line = line.to(tl.int64) * q_length
         sources = (q, dout, one, sums[0] + line, sums[1] + line, q_length, k_length - q_length)
         vectors, places = (diagonal, row, count, slope), (layout[0], batch)
         state = fold_queries(state, k, v, columns, sources, keeping, vectors, places, (first, edge), scale, CAUSAL, ROW,
@@ -152,7 +153,7 @@ def gather_keys(
 
 @triton.jit
 def query_side(
-    q, out, dout, dq, strides, k, v, sums, shape, layout, q_length, k_length, count, scale, tables,
+    q, out, dout, dq, strides, k, v, sums, shape, layout, q_length, k_length, count, scale, order, tables,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr, TURN: tl.constexpr,
@@ -161,7 +162,9 @@ def query_side(
 
     k and v are tensor descriptors. sums: lse, δ. strides: of q, out, dout, dq. tables, TURN: as key_side's.
     """
-    number, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles = tl.cdiv(q_length, BLOCK_M)
+    place, head, batch = tile.turn(tiles, order)
+    number = tiles - 1 - place
     slope, index, i, rows = query_rows(
         shape, layout, number, head, batch, q_length, k_length, count, SLOPES, LAYOUT, RELATIVE, BLOCK_M
     )
@@ -169,7 +172,7 @@ def query_side(
     q = tile.tokens(tile.head_of(q, strides[0], batch, head), strides[0][2], start, q_length, BLOCK_M, WIDTH)
     out = tile.tokens(tile.head_of(out, strides[1], batch, head), strides[1][2], start, q_length, BLOCK_M, WIDTH)
     dout = tile.tokens(tile.head_of(dout, strides[2], batch, head), strides[2][2], start, q_length, BLOCK_M, WIDTH)
-    line = (batch.to(tl.int64) * tl.num_programs(1) + head) * q_length
+    line = (batch.to(tl.int64) * order[0] + head) * q_length
     inside = index < q_length
     lse = tl.load(sums[0] + line + index, mask=inside, other=float("inf"))
     lse += tile.row_frame(i, slope, rows[4], RELATIVE)

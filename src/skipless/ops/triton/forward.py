@@ -84,7 +84,7 @@ def query_rows(
 
 @triton.jit
 def forward(
-    q, out, strides, k, v, lse, shape, layout, q_length, k_length, count, scale,
+    q, out, strides, k, v, lse, shape, layout, q_length, k_length, count, scale, order,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -93,7 +93,9 @@ def forward(
 
     The last tile comes first: under a causal mask it is the longest. A query that sees nothing gives 0.
     """
-    number, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles = tl.cdiv(q_length, BLOCK_M)
+    place, head, batch = tile.turn(tiles, order)
+    number = tiles - 1 - place
     slope, index, i, rows = query_rows(
         shape, layout, number, head, batch, q_length, k_length, count, SLOPES, LAYOUT, RELATIVE, BLOCK_M
     )
@@ -115,5 +117,5 @@ def forward(
     values = acc * tl.where(seen, size / total, 0.0)[:, None]
     tile.keep(out, strides[1], batch, head, start, q_length, values, BLOCK_M, WIDTH)
     sums = top + tl.log2(total) - tl.log2(size) - tile.row_frame(i, slope, rows[4], RELATIVE)
-    at = lse + (batch.to(tl.int64) * tl.num_programs(1) + head) * q_length + index
+    at = lse + (batch.to(tl.int64) * order[0] + head) * q_length + index
     tl.store(at, tl.where(seen, sums, float("inf")), mask=index < q_length)

@@ -27,7 +27,7 @@ def row_products(
 
 @triton.jit
 def query_side(
-    dq, strides, scores, k, layout, q_length, k_length, scale, tables,
+    dq, strides, scores, k, layout, q_length, k_length, scale, order, tables,
     GROUPS: tl.constexpr, CAUSAL: tl.constexpr, LAYOUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, RANGE: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
@@ -36,11 +36,13 @@ def query_side(
     BLOCK_M must be the keys of the key side's tiles, and BLOCK_N divide it: then all that is read has been written. A
     layout's stretch of keys may hold tiles that nobody sees and nobody wrote: there what is not seen is left out.
     """
-    number, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles = tl.cdiv(q_length, BLOCK_M)
+    place, head, batch = tile.turn(tiles, order)
+    number = tiles - 1 - place
     start, past = number * BLOCK_M, k_length - q_length
     first, _, last = key_span(layout[2], batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
     i, i_document = tile.place(layout[0], batch, start + tl.arange(0, BLOCK_M), q_length, past, LAYOUT)
-    line = batch * tl.num_programs(1) + head
+    line = batch * order[0] + head
     total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     for left in tl.range(first, last, BLOCK_N):
         ds = scores.load([line, tl.cast(left, tl.int32), start]).reshape(BLOCK_N, BLOCK_M)

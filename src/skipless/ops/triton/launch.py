@@ -15,6 +15,9 @@ from skipless.ops.triton.tile import LOG2E
 
 # Gradients of scores that a backward pass may keep, so that one of its two sides need not compute them again.
 KEPT_BYTES = 512 * 2**20
+# What heads whose longest tiles come first, side by side, may read; none: one head after another. 16 MiB would stay in
+# a large GPU's cache, but no GPU has timed that yet.
+_SECTION_BYTES = 0
 _ALIGNMENT = 16
 
 
@@ -68,9 +71,10 @@ def run_forward(call: Call, out: Tensor, lse: Tensor, launch: Launch) -> None:
     """Fill out and lse."""
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
-    forward[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
+    grid, order = _programs(q, launch.queries, k)
+    forward[grid](
         q, out, strides_of(q, out), _descriptor(k, launch.keys), _descriptor(v, launch.keys), lse, shape, layout, *rest,
-        **call.constants(), **_options(launch),
+        **order, **call.constants(), **_options(launch),
     )  # fmt: skip
 
 
@@ -136,10 +140,11 @@ def run_key_side(
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
     keep = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
-    gradient.key_side[_tiles(k.shape[2], launch.keys), k.shape[1], k.shape[0]](
+    grid, order = _programs(k, launch.keys, q)
+    gradient.key_side[grid](
         k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), keep,
-        sums, gradients, shape, layout, *rest, **_turning(tables, sums), **call.constants(), **_options(launch),
-        **_keeping(scores),
+        sums, gradients, shape, layout, *rest, **order, **_turning(tables, sums), **_keeping(scores),
+        **call.constants(), **_options(launch),
     )  # fmt: skip
 
 
@@ -149,9 +154,10 @@ def run_query_side(
     """Fill dq and δ, from lse; dq by q before its rotation where there are tables of one."""
     shape, layout, *rest = call.common()
     q, k, v = call.q, call.k, call.v
-    gradient.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
+    grid, order = _programs(q, launch.queries, k)
+    gradient.query_side[grid](
         q, out, dout, dq, strides_of(q, out, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
-        sums, shape, layout, *rest, **_turning(tables, sums), **call.constants(), **_options(launch),
+        sums, shape, layout, *rest, **order, **_turning(tables, sums), **call.constants(), **_options(launch),
     )  # fmt: skip
 
 
@@ -159,14 +165,24 @@ def run_kept_query_side(call: Call, scores: Tensor, dq: Tensor, launch: Launch, 
     """Fill dq from the gradients of scores that the key side has kept."""
     q, k, wanted = call.q, call.k, ("GROUPS", "CAUSAL", "LAYOUT", "WIDTH", "RANGE")
     constants = {name: value for name, value in call.constants().items() if name in wanted}
-    kept.query_side[_tiles(q.shape[2], launch.queries), q.shape[1], q.shape[0]](
+    grid, order = _programs(q, launch.queries, k)
+    kept.query_side[grid](
         dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), call.common()[1],
-        q.shape[2], k.shape[2], q.shape[3] ** -0.5, **_turning(tables, (dq, dq)), **constants, **_options(launch),
+        q.shape[2], k.shape[2], q.shape[3] ** -0.5, **order, **_turning(tables, (dq, dq)), **constants,
+        **_options(launch),
     )  # fmt: skip
 
 
 def _tile_of_scores(scores: Tensor, launch: Launch) -> TensorDescriptor:
     return TensorDescriptor(scores, list(scores.shape), list(scores.stride()), [1, launch.keys, launch.queries])
+
+
+def _programs(own: Tensor, rows: int, read: Tensor) -> tuple[tuple[int], dict]:
+    """(grid, order for `tile.turn`): programs by tiles of so many rows of `own`; each reads two tensors like `read`."""
+    batch, heads, length, _ = own.shape
+    of_head = 2 * read.shape[2] * read.shape[3] * read.element_size() * max(1, read.shape[1] // heads)
+    order = heads, max(1, _SECTION_BYTES // of_head)
+    return (_tiles(length, rows) * heads * batch,), {"order": order}
 
 
 def _turning(tables: tuple | None, sums: tuple) -> dict:

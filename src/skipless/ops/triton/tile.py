@@ -11,6 +11,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def turn(tiles, order):
+    """(tile, head, batch) of this program, where order = (heads, heads in a section of them, whatever their batch).
+
+    Sections come one after another, so that what a section reads stays in the cache; in each all first tiles, then all
+    second ones: under a causal mask tiles differ in length, and the GPU is filled best with the longest first.
+    """
+    heads, section = order
+    before = tl.program_id(0) // (tiles * section) * section
+    size = tl.minimum(section, tl.num_programs(0) // tiles - before)
+    within = tl.program_id(0) - before * tiles
+    row = before + within % size
+    return within // size, row % heads, row // heads
+
+
+@triton.jit
 def entries(vector, locations, count):
     """vector[locations]·log₂e, the last of `count` entries standing for all beyond it."""
     return tl.load(vector + tl.minimum(locations, count - 1)).to(tl.float32) * LOG2E
