@@ -8,9 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from skipless.data.folder import Folder
+from skipless.data.sections import Chunk, Encoded, SectionWriter
 from skipless.data.shards import check_hash, check_sizes
 
 COMMAND = [sys.executable, "-c", "from skipless.cli import main; main()", "prepare"]
@@ -71,6 +73,22 @@ def check_stage(folder: Path) -> str:
     if shards:
         return "sections"
     return "tokenizer" if (folder / "tokenizer.model").exists() else "start"
+
+
+def test_ctrl_c_at_the_moment_a_shard_is_opened_leaves_nothing(tmp_path, monkeypatch):
+    opened = Path.open
+
+    def interrupted(self, *args, **options):
+        opened(self, *args, **options).close()
+        raise KeyboardInterrupt
+
+    writer = SectionWriter(tmp_path)
+    monkeypatch.setattr(Path, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.add(Chunk(0), [Encoded("train", np.zeros(3, np.uint16), 1, 3)])
+    assert [path.name for path in tmp_path.iterdir()] == ["train-00000.bin.part"]
+    writer.abandon()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("moment", ["rename", "journal", "manifest", "tokenizer"])

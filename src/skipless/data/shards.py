@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -113,21 +114,23 @@ def read_lines(path: Path) -> list[dict]:
 
 
 class ShardWriter:
-    """Writes one shard: `add` token arrays, then `finish`; nothing of the shard's name exists before that."""
+    """Writes one shard: `add` token arrays, then `finish`; nothing of the shard's name exists before that.
+
+    The file is opened by the first of these: whoever may have to abandon a writer holds it before there is one.
+    """
 
     def __init__(self, folder: Path, split: str, index: int):
         self.split, self.path = split, folder / f"{split}-{index:05d}.bin"
         self._aside = self.path.with_name(self.path.name + ASIDE)
         self._hash = hashlib.sha256()
         self._tokens = self._documents = self._text_bytes = 0
-        with writing(self.path):
-            self._file = self._aside.open("wb")
+        self._file: BinaryIO | None = None
 
     def add(self, tokens: np.ndarray, documents: int, text_bytes: int) -> None:
         """Append tokens; documents and text_bytes are counted for the manifest."""
         data = np.ascontiguousarray(tokens).data.cast("B")
         with writing(self.path):
-            self._file.write(data)
+            self._opened().write(data)
         self._hash.update(data)
         self._tokens += len(tokens)
         self._documents += documents
@@ -136,9 +139,10 @@ class ShardWriter:
     def finish(self) -> Shard:
         """Flush to the disk and give the file its name."""
         with writing(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            file = self._opened()
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
             self._aside.replace(self.path)
             sync_folder(self.path.parent)
         sha256 = self._hash.hexdigest()
@@ -146,9 +150,15 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        with suppress(OSError):  # a full disk: the buffered rest cannot be written, and is not wanted
-            self._file.close()
+        if self._file is not None:
+            with suppress(OSError):  # a full disk: the buffered rest cannot be written, and is not wanted
+                self._file.close()
         self._aside.unlink(missing_ok=True)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file = self._aside.open("wb")
+        return self._file
 
 
 def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:
