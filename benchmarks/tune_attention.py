@@ -4,7 +4,8 @@
 
 Every kernel is compiled in a pool of processes first, checked against the first choice of tiles, and then timed alone,
 by replaying a CUDA graph of it. "keeping" is the key side that keeps the gradients of its scores, "kept" the query side
-that reads them, "row_products" the kernel before both.
+that reads them, "row_products" the kernel before both. A section is how many MiB heads read whose longest tiles come
+first, side by side; 0: one head after another.
 """
 
 import argparse
@@ -82,21 +83,28 @@ class Problem:
         return (dk, dv)
 
 
+def order_by(section: float) -> None:
+    """From now on heads that read so many MiB come side by side."""
+    kernels._SECTION_BYTES = round(section * 2**20)
+
+
 def compile_one(job: tuple) -> None:
     """Run it once in a process of its own, so that Triton's cache on disk holds it."""
-    kind, width, length, kernel, size = job
+    *where, section, kernel, size = job
     try:
-        Problem(kind, width, length).run(kernel, size)
+        order_by(section)
+        Problem(*where).run(kernel, size)
     except Exception as error:
         print(f"{job}: {type(error).__name__}", flush=True)
 
 
 def measure(job: tuple, problems: dict, wanted: dict) -> dict | None:
     """One row: the time, and the largest difference from what the first size computed, in units of its norm."""
-    *where, kernel, size = job
+    *where, section, kernel, size = job
     problem = problems.setdefault(tuple(where), None) or Problem(*where)
     problems[tuple(where)] = problem
     try:
+        order_by(section)
         got = [t.float().clone() for t in problem.run(kernel, size)]
         first = wanted.setdefault((*where, kernel), got)
         error = max(float((a - b).norm() / b.norm()) for a, b in zip(got, first, strict=True))
@@ -104,7 +112,7 @@ def measure(job: tuple, problems: dict, wanted: dict) -> dict | None:
     except Exception as error:
         print(f"{job}: {type(error).__name__}: {str(error)[:100]}", flush=True)
         return None
-    names = ("kind", "width", "length", "kernel", "size")
+    names = ("kind", "width", "length", "section", "kernel", "size")
     return {**dict(zip(names, job, strict=True)), "ms": round(time, 4), "error": round(error, 5)}
 
 
@@ -115,10 +123,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--kinds", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    now = kernels._SECTION_BYTES / 2**20
+    parser.add_argument("--sections", type=float, nargs="+", default=[now], metavar="MIB", help=f"default: {now:g}")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    sets = itertools.product(arguments.kinds, arguments.widths, arguments.lengths)
+    sets = itertools.product(arguments.kinds, arguments.widths, arguments.lengths, arguments.sections)
     jobs = [(*where, kernel, size) for where in sets for kernel in arguments.kernels for size in KERNELS[kernel]]
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         pool.map(compile_one, [job for job in jobs if job[2] == arguments.lengths[0]], chunksize=2)
@@ -129,7 +139,8 @@ def main() -> None:
             if arguments.out:
                 with arguments.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-    for key, group in itertools.groupby(rows, key=lambda r: (r["kernel"], r["width"], r["kind"], r["length"])):
+    group_by = ("kernel", "width", "kind", "length", "section")
+    for key, group in itertools.groupby(rows, key=lambda r: tuple(r[name] for name in group_by)):
         best = sorted(group, key=lambda r: r["ms"])[:5]
         print(*key, [(r["size"], r["ms"], r["error"]) for r in best])
 
