@@ -73,6 +73,19 @@ def test_a_large_batch_keeps_some_rows_at_a_time(kept):
     assert kept(bytes_of_row - 1, gradients, E_SPA, inputs, upstream)[1] == 0
 
 
+@pytest.mark.parametrize("shape", [E_SPA, AlibiShape(10)], ids=["e-spa", "a slope a head"])
+def test_a_long_row_keeps_some_heads_at_a_time(kept, shape):
+    """Room for four key heads of five, each with two query heads: three, then two."""
+    inputs, upstream = tensors(70, batch=2, heads=10, kv_heads=5)
+    bytes_of_head = 2 * 70 * 80 * 2
+    whole, one = kept(2**29, gradients, shape, inputs, upstream)
+    parts, four = kept(4 * bytes_of_head + 100, gradients, shape, inputs, upstream)
+    assert (one, four) == (1, 4)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert kept(2 * bytes_of_head, gradients, shape, inputs, upstream)[1] == 2 * 3
+    assert kept(2 * bytes_of_head - 1, gradients, shape, inputs, upstream)[1] == 0
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rotated_rows_are_turned_back(kept, rows):
     """Angles of every row of the batch, or one row of angles for all."""

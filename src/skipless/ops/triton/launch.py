@@ -1,5 +1,6 @@
 """How the kernels are launched: one attention problem in their terms, and which of them fill its gradients."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ KEPT_BYTES = 512 * 2**20
 # What heads whose longest tiles come first, side by side, may read, so that it stays in the cache. By
 # benchmarks/tune_attention.py: on an H200 10 % of attention at T=512 and 15 % at 2048; 16 MiB do the same, 4 less.
 _SECTION_BYTES = 8 * 2**20
+_FEWEST_HEADS = 4  # of which scores are kept: tiles of fewer leave multiprocessors idle while the longest one runs
 _ALIGNMENT = 16
 
 
@@ -33,9 +35,18 @@ class Call:
     places: list[Tensor]
     causal: bool
 
-    def rows(self, some: slice) -> "Call":
-        """The same for some rows of the batch."""
-        return replace(self, q=self.q[some], k=self.k[some], v=self.v[some], places=[t[some] for t in self.places])
+    def part(self, rows: slice, heads: slice) -> "Call":
+        """The same for some rows of the batch and some key heads, with the query heads that share them."""
+        slopes, those = self.vectors[0], self.query_heads(heads)
+        return replace(
+            self, q=self.q[rows, those], k=self.k[rows, heads], v=self.v[rows, heads],
+            vectors=[slopes[those] if slopes.numel() > 1 else slopes, *self.vectors[1:]],
+            places=[t[rows] for t in self.places],
+        )  # fmt: skip
+
+    def query_heads(self, heads: slice) -> slice:
+        """Those that share some key heads."""
+        return slice(heads.start * self.groups, heads.stop * self.groups)
 
     @property
     def groups(self) -> int:
@@ -82,37 +93,45 @@ def run_backward(
     call: Call, out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple, tables: tuple | None = None
 ) -> None:
     """Fill dq, dk and dv; dq and dk by what was rotated, where there are tables of the rotation."""
-    sums, size, rows = (lse, torch.empty_like(lse)), sizes(call.q.shape[3], call.q.dtype), rows_kept(call)
+    sums, size, (rows, heads) = (lse, torch.empty_like(lse)), sizes(call.q.shape[3], call.q.dtype), kept_at_once(call)
     if not rows:
         run_query_side(call, out, dout, sums, gradients[0], size.query_side, tables)
         run_key_side(call, dout, sums, gradients[1:], size.key_side, tables)
         return
     run_row_products(call, out, dout, sums[1], size.kept)
-    scores = _scores(call, rows)
-    for first in range(0, call.q.shape[0], rows):
-        some = slice(first, first + rows)
-        part, (dq, dk, dv) = call.rows(some), (t[some] for t in gradients)
+    scores = _scores(call, rows, heads)
+    (batch, kv_heads), (dq, dk, dv) = call.k.shape[:2], gradients
+    starts = itertools.product(range(0, batch, rows), range(0, kv_heads, heads))
+    for some, keys in ((slice(row, row + rows), slice(head, head + heads)) for row, head in starts):
+        queries, part = call.query_heads(keys), call.part(some, keys)
         turning = tables if tables is None or not tables[2] else (*(t[some] for t in tables[:2]), tables[2])
-        run_key_side(part, dout[some], tuple(t[some] for t in sums), (dk, dv), size.key_side, turning, scores)
-        run_kept_query_side(part, scores, dq, size.kept, turning)
+        own_sums, own = tuple(t[some, queries] for t in sums), (dk[some, keys], dv[some, keys])
+        run_key_side(part, dout[some, queries], own_sums, own, size.key_side, turning, scores)
+        run_kept_query_side(part, scores, dq[some, queries], size.kept, turning)
 
 
-def rows_kept(call: Call) -> int:
-    """How many rows of the batch at a time keep the gradients of their scores; 0 where none fits, or they may not.
+def kept_at_once(call: Call) -> tuple[int, int]:
+    """How many rows of the batch and key heads at a time keep the gradients of their scores; 0, 0 where none do.
 
-    Tiles that are read must have been written: those of a causal mask that starts at the first key have, and with
-    places what is not seen is left out.
+    All heads of some rows, or else some heads of one row, if they are enough to fill a GPU. Tiles that are read must
+    have been written: those of a causal mask that starts at the first key have, and with places what is not seen is
+    left out.
     """
-    (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
+    (batch, _, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
     if call.q.dtype == torch.float32 or (queries != keys and not call.places):
-        return 0
-    return min(batch, KEPT_BYTES // (heads * keys * _padded(queries) * call.q.element_size()))
+        return 0, 0
+    fit = KEPT_BYTES // (call.groups * keys * _padded(queries) * call.q.element_size())
+    if fit >= kv_heads:
+        return min(batch, fit // kv_heads), kv_heads
+    if fit * call.groups < _FEWEST_HEADS:
+        return 0, 0
+    return 1, -(-kv_heads // -(-kv_heads // fit))  # as many each time
 
 
-def _scores(call: Call, rows: int) -> Tensor:
-    """Room for the gradients of scores of so many rows of the batch, (rows·heads, keys, queries)."""
-    heads, queries = call.q.shape[1:3]
-    return call.q.new_empty(rows * heads, call.k.shape[2], _padded(queries))[..., :queries]
+def _scores(call: Call, rows: int, heads: int) -> Tensor:
+    """Room for the gradients of scores of so many rows and key heads, (rows·query heads, keys, queries)."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    return call.q.new_empty(rows * heads * call.groups, keys, _padded(queries))[..., :queries]
 
 
 def _padded(length: int) -> int:
