@@ -19,6 +19,7 @@ ITEMS: dict[str, Item] = {
         items_skipless.QUERY_KEY,
         items_skipless.ORTHOGONAL,
         items_skipless.POSITIONS,
+        items_skipless.POSITIONS_LONGER,
         items_skips.STABLE,
         items_skips.SEPARATE,
         items_more.DOWNSTREAM,

@@ -82,7 +82,7 @@ ACTIVATIONS = Item(
 )
 
 
-def _position_arms() -> tuple[Arm, ...]:
+def _position_arms(multiples: tuple[float, ...] = (1.0,)) -> tuple[Arm, ...]:
     return tuple(
         Arm(
             f"{scheme}{norm}-{position}",
@@ -90,6 +90,7 @@ def _position_arms() -> tuple[Arm, ...]:
             f"wikitext103/{scheme}{norm}",
             {} if position == "rope" else {"position": "none"},
             printed=paper.valid_perplexity(f"{scheme}{norm}", position),
+            multiples=multiples,
             core=not norm,
         )
         for scheme, label in _SCHEMES.items()
@@ -111,6 +112,25 @@ POSITIONS = Item(
         Lower("e-spa-none", "v-skipinit-rope"),
     ),
     quantities=("train_loss", "valid_perplexity"),
+)
+
+
+POSITIONS_LONGER = Item(
+    "positions-longer",
+    "Rotary positions, and none, after four times the steps",
+    "Fig. 10 and Table 5",
+    _position_arms((1.0, 4.0)),
+    (
+        SmallerGap(("e-spa-rope@4", "e-spa-none@4"), ("u-spa-rope@4", "u-spa-none@4")),
+        SmallerGap(("e-spa-rope@4", "e-spa-none@4"), ("v-skipinit-rope@4", "v-skipinit-none@4")),
+        Lower("e-spa-none@4", "u-spa-rope@4"),
+        Lower("e-spa-none@4", "v-skipinit-rope@4"),
+    ),
+    quantities=("train_loss", "valid_perplexity"),
+    note=(
+        "Written after `positions` had failed three of its claims in 1,500 steps, where U-SPA and V-SkipInit hardly "
+        "use positions yet, and before any run of this one."
+    ),
 )
 
 
