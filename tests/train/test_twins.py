@@ -97,6 +97,49 @@ def test_gradients_are_autocasts_bit_for_bit(monkeypatch):
         assert torch.equal(gradient.float(), b.grad), name
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # hidden by torch
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch):
+    ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
+    for each in (ours, theirs):
+        each.clip = None
+        for block in each.model.blocks:
+            block.compile(backend="aot_eager", dynamic=False)
+    for index in range(3):
+        assert torch.equal(ours(index, batch_of(index))[0], theirs(index, batch_of(index))[0])
+    layers = [layer for block in ours.model.blocks for layer in block.attention.inner.joined_layers()]
+    assert len(layers) == 9
+    for layer in layers:
+        twin = twin_of(layer.weight)
+        assert twin is not None
+        joined, rows = vars(twin)["joined"]
+        assert twin.grad is None
+        assert torch.equal(gradient_of(layer.weight), joined.grad[rows])
+        assert joined[rows].data_ptr() == twin.data_ptr()
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert all(block.attention.inner.joined is None for block in ours.model.blocks)
+    ours.optimizer.zero_grad()
+    assert all(gradient_of(p) is None for p in ours.model.parameters())
+
+
+def test_a_matrix_used_both_ways_has_one_gradient():
+    model = Transformer(NETWORK)
+    twins, attention = Twins(model), model.blocks[0].attention.inner
+    x = torch.randn(2, 64).bfloat16()
+    with twins.in_place():
+        assert attention.joined is not None
+        (nn.functional.linear(x, attention.joined).sum() + 2 * attention.query(x).sum()).backward()
+    assert torch.equal(gradient_of(attention.query.weight), 3 * gradient_of(attention.key.weight))
+
+
+def test_a_frozen_matrix_is_not_joined_to_trained_ones():
+    model = Transformer(NETWORK)
+    model.blocks[0].attention.inner.query.weight.requires_grad_(False)
+    with Twins(model).in_place():
+        assert [block.attention.inner.joined is None for block in model.blocks] == [True, False, False]
+
+
 def fail_inside(step: TrainStep) -> None:
     assert step.twins is not None
     with step.twins.in_place():

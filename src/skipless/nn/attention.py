@@ -91,6 +91,7 @@ class ShapedAttention(nn.Module):
         self.bias_gain = nn.Parameter(torch.ones(heads)) if self.options.bias_gain else None
         relative = self.options.position == "relative"
         self.relative = RelativePosition(width, heads, self.head_width) if relative else None
+        self.joined: nn.Parameter | None = None
         self._parts: ShapeParts | None = None
 
     def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
@@ -195,15 +196,20 @@ class ShapedAttention(nn.Module):
 
         Modules in their place, or hooks on them, are called as they are.
         """
-        layers = (self.query, self.key, self.value)
+        layers = self.joined_layers()
         plain = all(type(layer) is nn.Linear and is_bare(layer) for layer in layers)
         if not (plain and torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return None
-        return nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
+        joined = torch.cat([layer.weight for layer in layers]) if self.joined is None else self.joined
+        return nn.functional.linear(x, joined)
+
+    def joined_layers(self) -> tuple[nn.Linear, ...]:
+        """Those whose products of one input may be one; where their matrices are kept side by side, in `joined`."""
+        return self.query, self.key, self.value
 
     def _by_head(self, x: Tensor, together: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values by head, as they lie in the joined product where there is one."""
-        layers = (self.query, self.key, self.value)
+        layers = self.joined_layers()
         if together is None:
             return tuple(self._split(part) for part in applied(x, *layers))
         return tuple(self._split(part) for part in together.split([layer.out_features for layer in layers], dim=-1))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from skipless.train.optim.twins import gradient_of, twin_of
+from skipless.train.optim.twins import forget_gradient, gradient_of, twin_of
 
 
 class FusedAdam(Adam):
@@ -32,7 +32,7 @@ class FusedAdam(Adam):
         """Forget all gradients, those of twins too."""
         super().zero_grad(set_to_none)
         for _, twin in self._pairs():
-            twin.grad = None
+            forget_gradient(twin)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters and their twins, those that have one."""
@@ -45,9 +45,9 @@ class FusedAdam(Adam):
     def _plain_step(self, closure, scale: Tensor | None):
         """torch's own: twins hand their gradients over, and are cast anew."""
         pairs = self._pairs()
-        for parameter, twin in pairs:
-            if twin.grad is not None:
-                parameter.grad = twin.grad.to(parameter.dtype)
+        for parameter, _ in pairs:
+            if (gradient := gradient_of(parameter)) is not None:
+                parameter.grad = gradient.to(parameter.dtype)
         if scale is not None:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(gradients, scale)
