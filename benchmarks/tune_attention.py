@@ -17,14 +17,16 @@ from pathlib import Path
 import torch
 from attention import milliseconds
 
+from skipless.ops.layout import Layout
 from skipless.ops.parts import ShapeParts
 from skipless.ops.triton import launch as kernels
+from skipless.ops.triton.places import places
 from skipless.ops.triton.sizes import Launch
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
 SHAPES = {"e-spa": lambda: ExponentialShape.between(0.05, 0.04, 0.008), "u-spa": lambda: UniformShape(0.7, 0.72)}
 FORWARD = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
-           (64, 128, 4, 2), (64, 64, 4, 2), (128, 32, 4, 4), (64, 32, 4, 4), (64, 32, 4, 5)]  # fmt: skip
+           (64, 128, 4, 2), (64, 64, 4, 2), (128, 32, 4, 4), (64, 32, 4, 4), (64, 32, 4, 3)]  # fmt: skip
 KEY_SIDE = [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
             (32, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 2)]  # fmt: skip
 QUERY_SIDE = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3),
@@ -46,7 +48,7 @@ TOKENS = 8192
 class Problem:
     """Tensors of one attention problem and what the kernels fill, on the GPU."""
 
-    def __init__(self, kind: str, width: int, length: int):
+    def __init__(self, kind: str, width: int, length: int, documents: int):
         torch.manual_seed(0)
         batch, heads = max(TOKENS // length, 1), 8
         q, k, v, self.dout = (
@@ -55,7 +57,9 @@ class Problem:
         )
         parts = ShapeParts.of(SHAPES[kind](), length, "cuda")
         vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
-        self.call = kernels.Call(q, k, v, vectors, parts.row, [], True)
+        ids = torch.arange(length, device="cuda").expand(batch, -1) * documents // length
+        layout = list(places(Layout.packed(ids), batch, True)) if documents else []
+        self.call = kernels.Call(q, k, v, vectors, parts.row, layout, True)
         self.out, self.gradients = torch.empty_like(q), tuple(torch.empty_like(t) for t in (q, k, v))
         self.lse = torch.empty(q.shape[:3], device="cuda")
         self.delta = torch.empty_like(self.lse)
@@ -112,7 +116,7 @@ def measure(job: tuple, problems: dict, wanted: dict) -> dict | None:
     except Exception as error:
         print(f"{job}: {type(error).__name__}: {str(error)[:100]}", flush=True)
         return None
-    names = ("kind", "width", "length", "section", "kernel", "size")
+    names = ("kind", "width", "length", "documents", "section", "kernel", "size")
     return {**dict(zip(names, job, strict=True)), "ms": round(time, 4), "error": round(error, 5)}
 
 
@@ -122,14 +126,20 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--kinds", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--documents", type=int, nargs="+", default=[0], help="packed into a row; 0: no layout")
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     now = kernels._SECTION_BYTES / 2**20
     parser.add_argument("--sections", type=float, nargs="+", default=[now], metavar="MIB", help=f"default: {now:g}")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    sets = itertools.product(arguments.kinds, arguments.widths, arguments.lengths, arguments.sections)
-    jobs = [(*where, kernel, size) for where in sets for kernel in arguments.kernels for size in KERNELS[kernel]]
+    axes = (arguments.kinds, arguments.widths, arguments.lengths, arguments.documents, arguments.sections)
+    jobs = [
+        (*where, kernel, size)
+        for where in itertools.product(*axes)
+        for kernel in arguments.kernels
+        for size in KERNELS[kernel]
+    ]
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
         pool.map(compile_one, [job for job in jobs if job[2] == arguments.lengths[0]], chunksize=2)
     problems, wanted, rows = {}, {}, []
@@ -139,7 +149,7 @@ def main() -> None:
             if arguments.out:
                 with arguments.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-    group_by = ("kernel", "width", "kind", "length", "section")
+    group_by = ("kernel", "width", "kind", "length", "documents", "section")
     for key, group in itertools.groupby(rows, key=lambda r: tuple(r[name] for name in group_by)):
         best = sorted(group, key=lambda r: r["ms"])[:5]
         print(*key, [(r["size"], r["ms"], r["error"]) for r in best])
