@@ -167,7 +167,7 @@ def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean small\?"):
         scale_named("smal")
     assert [item.name for item in items_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
-    assert len(items_named(["all"])) == len(ITEMS) == 18
+    assert len(items_named(["all"])) == len(ITEMS) == 19
 
 
 def test_two_arms_of_one_name_are_refused() -> None:

@@ -40,6 +40,7 @@ class Arm:
     changes: dict[str, Any] = field(default_factory=dict, hash=False)
     optimizer: Optimizer = "adam"
     role_rates: dict[str, float] = field(default_factory=dict, hash=False)
+    keep_orthogonal: tuple[str, ...] = ()
     printed: tuple[Printed, ...] = ()
     multiples: tuple[float, ...] = (1.0,)
     core: bool = True
@@ -77,7 +78,11 @@ class Arm:
             model=self.model(scale, text),
             data=DataConfig(corpus=text.name, folder=text.folder),
             optimizer=OptimizerConfig(
-                self.optimizer, rate, scale.embedding(self.corpus), role_rates=dict(self.role_rates)
+                self.optimizer,
+                rate,
+                scale.embedding(self.corpus),
+                role_rates=dict(self.role_rates),
+                keep_orthogonal=self.keep_orthogonal,
             ),
             train=train,
         )

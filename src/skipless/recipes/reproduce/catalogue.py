@@ -26,6 +26,7 @@ ITEMS: dict[str, Item] = {
         items_more.TRAINING_KERNELS,
         items_more.OPTIMISERS,
         items_closing.CLOSING,
+        items_closing.KEPT_ORTHOGONAL,
     )
 }
 

@@ -11,6 +11,7 @@ from skipless.train.optim.composite import Composite
 from skipless.train.optim.config import ROLES, OptimizerConfig
 from skipless.train.optim.groups import parameter_groups
 from skipless.train.optim.muon import Muon
+from skipless.train.optim.orthogonal import keep_orthogonal
 from skipless.train.optim.soap import SOAP
 
 _DEVICE_FLAGS = ("fused", "foreach", "capturable")
@@ -44,6 +45,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
         parts += [FusedAdam(rest, fused=fused, **settings)] if rest else []
         optimizer = Composite(*parts)
     optimizer.register_load_state_dict_pre_hook(_fit_to_device)
+    if config.keep_orthogonal:
+        keep_orthogonal(optimizer, config.keep_orthogonal)
     if capturable:
         use_tensor_rates(optimizer)
     return optimizer

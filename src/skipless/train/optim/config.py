@@ -11,6 +11,7 @@ Role = Literal["query", "key", "value", "output", "up", "down", "position"]
 
 NAMES: tuple[str, ...] = get_args(Name)
 ROLES: tuple[str, ...] = get_args(Role)
+ORTHOGONAL_ROLES = ("value", "output", "up", "down")  # queries start at 0, and with keys make no signal of their own
 
 # The paper tunes the rate for every network and prints none. These were the best of a coarse grid at 36 blocks of width
 # 512: vanilla E-SPA with Adam and with Muon, Pre-LN with Adam. SOAP's is Adam's, whose step size it shares.
@@ -32,6 +33,8 @@ class OptimizerConfig:
     betas, eps: Adam's, also for what Muon and SOAP leave to it. soap_betas: those of SOAP's matrices.
     momentum, nesterov, newton_schulz_steps: Muon's. precondition_every (steps between new bases) and
         max_precondition_width (a longer side keeps its own basis): SOAP's.
+    keep_orthogonal: roles whose matrices stay nearly orthogonal, such as ("value", "output"); two products of a matrix
+        with itself a step, in full precision. None by default, as in the paper.
     clip: the largest global gradient norm; None leaves gradients alone.
     """
 
@@ -51,11 +54,13 @@ class OptimizerConfig:
     precondition_every: int = 10
     max_precondition_width: int = 10_000
     clip: float | None = 0.1
+    keep_orthogonal: tuple[str, ...] = ()
 
     def __post_init__(self):
         for name in ("betas", "soap_betas"):
             object.__setattr__(self, name, _pair(name, getattr(self, name)))
         object.__setattr__(self, "role_rates", dict(self.role_rates))
+        object.__setattr__(self, "keep_orthogonal", _names(self.keep_orthogonal))
         _check_choices(self)
         _check_numbers(self)
 
@@ -89,6 +94,10 @@ def _pair(name: str, value: Any) -> tuple[float, float]:
     return float(value[0]), float(value[1])
 
 
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
     if name not in allowed:
         near = difflib.get_close_matches(name, allowed, n=1)
@@ -100,6 +109,8 @@ def _check_choices(config: OptimizerConfig) -> None:
     _known("there is no optimiser", config.name, NAMES)
     for role in config.role_rates:
         _known("role_rates names a matrix role that does not exist,", role, ROLES)
+    for role in config.keep_orthogonal:
+        _known("keep_orthogonal names a role whose matrices do not start orthogonal,", role, ORTHOGONAL_ROLES)
 
 
 def _check_numbers(config: OptimizerConfig) -> None:
