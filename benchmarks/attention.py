@@ -176,6 +176,12 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def require_gpu() -> None:
+    """End with a line where there is none."""
+    if not torch.cuda.is_available():
+        raise SystemExit("this measures kernels on an NVIDIA GPU, and torch finds none")
+
+
 def main() -> None:
     """Check and time every arm at every size; write rows as they come, the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -183,8 +189,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", help="only these")
     parser.add_argument("--out", type=Path, help="JSONL, one line per row; the table goes beside it as .md")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("this measures kernels on an NVIDIA GPU, and torch finds none")
+    require_gpu()
     head = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     rows, lines = [], [json.dumps(head)]
     for sizes in SIZES:

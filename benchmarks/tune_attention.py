@@ -15,7 +15,7 @@ import multiprocessing
 from pathlib import Path
 
 import torch
-from attention import milliseconds
+from attention import milliseconds, require_gpu
 
 from skipless.ops.layout import Layout
 from skipless.ops.parts import ShapeParts
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    require_gpu()
     axes = (arguments.kinds, arguments.widths, arguments.lengths, arguments.documents, arguments.sections)
     jobs = [
         (*where, kernel, size)

@@ -28,16 +28,15 @@ def towards_orthogonal(matrices: Tensor, scales: Tensor) -> Tensor:
     Newton and Schulz' iteration for the polar factor (Higham 2008, Sec. 8.3), with the product on the short side.
     scales: (n, 1, 1).
     """
+    short = _shortfall(matrices, scales)
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    change = 0.5 * _shortfall(x, scales) @ x
-    return change.mT if tall else change
+    return 0.5 * (matrices @ short if tall else short @ matrices)
 
 
-def _shortfall(wide: Tensor, scale: Tensor) -> Tensor:
-    """I − WWᵀ/s²: 0 for an orthogonal matrix."""
-    one = torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
-    return one - wide @ wide.mT / scale**2
+def _shortfall(matrices: Tensor, scales: Tensor) -> Tensor:
+    """I − WWᵀ/s², or I − WᵀW/s² where W is taller than wide: 0 for an orthogonal matrix."""
+    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    return torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device) - wide @ wide.mT / scales**2
 
 
 def keep_orthogonal(optimizer: Optimizer, roles: Sequence[str]) -> None:
@@ -69,7 +68,7 @@ def _correct(matrices: list[Tensor], scales: list[Tensor]) -> None:
 
 def _checked_scale(matrix: Tensor) -> Tensor:
     scale = orthogonal_scale(matrix)
-    off = _shortfall(matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix, scale)
+    off = _shortfall(matrix, scale)
     if float(torch.linalg.matrix_norm(off)) <= _NEAR:  # which bounds each eigenvalue, and is quick
         return scale
     values = (1.0 - torch.linalg.eigvalsh(off.double())).clamp(min=0.0).sqrt()
