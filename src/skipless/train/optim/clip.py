@@ -32,6 +32,19 @@ def clip_factor(parameters: Iterable[Tensor], limit: float | None = 0.1) -> tupl
     for parameter in parameters:
         if (gradient := gradient_of(parameter)) is not None:
             alike.setdefault(gradient.dtype, []).append(gradient)
-    norms = [each for several in alike.values() for each in torch._foreach_norm(several, 2.0, torch.float32)]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
+    norm = torch.linalg.vector_norm(torch.stack([each for several in alike.values() for each in _norms(several)]))
     return norm, None if limit is None else (limit / (norm + _NEAR_ZERO)).clamp(max=1.0)
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Numbers whose squares sum to that of all of these, which are of one dtype."""
+    if not all(served(tensor) for tensor in tensors):
+        return list(torch._foreach_norm(tensors, 2.0, torch.float32))
+    from skipless.train.optim.norm_kernel import norm
+
+    return [norm(tensors)]
+
+
+def served(tensor: Tensor) -> bool:
+    """Whether the kernel reads it."""
+    return tensor.is_cuda and tensor.is_contiguous() and tensor.dtype != torch.float64
