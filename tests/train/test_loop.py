@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skipless.train import loop
 from skipless.train.config import Experiment
 from skipless.train.divergence import Diverged, GradientWatch, diagonal_warning
 from skipless.train.loop import read_result, train
@@ -125,6 +126,19 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(experiment, tmp_path
     one, two = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
     for key in one:
         torch.testing.assert_close(one[key], two[key], atol=2e-4, rtol=0)
+
+
+def test_a_process_that_trains_many_networks_keeps_them_compiled(experiment, tmp_path, monkeypatch):
+    """Past torch's own limit of eight a network would run on in eager mode, slower and rounded otherwise."""
+    limits, train_to_end = [torch._dynamo.config.recompile_limit], loop._train_to_end
+    monkeypatch.setattr(
+        loop,
+        "_train_to_end",
+        lambda session: limits.append(torch._dynamo.config.recompile_limit) or train_to_end(session),
+    )
+    train(experiment, tmp_path / "run", device="cpu", quiet=True)
+    assert limits[1] >= 100
+    assert torch._dynamo.config.recompile_limit == limits[0]
 
 
 def test_recomputing_activations_changes_nothing(experiment, tmp_path):

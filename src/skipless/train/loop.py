@@ -28,6 +28,7 @@ from skipless.train.step import TrainStep
 
 logger = logging.getLogger("skipless")
 WEIGHTS = "model.safetensors"
+_KINDS = 128  # of blocks that one process keeps compiled; torch's own limit of 8 sends later networks back to eager
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def train(
 
     data.folder must be prepared (see skipless.data.prepare). Ctrl-C saves a checkpoint first. ending may set a time.
     """
-    with join_world(device) as world, RunFolder.open(folder, experiment, resume=resume) as run:
+    kept = torch._dynamo.config.patch(recompile_limit=_KINDS)
+    with kept, join_world(device) as world, RunFolder.open(folder, experiment, resume=resume) as run:
         session = open_session(experiment, world, run, quiet=quiet or not world.main)
         session.ending = ending or session.ending
         if tensorboard and world.main:

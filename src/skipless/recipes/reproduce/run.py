@@ -25,7 +25,6 @@ from skipless.train.metrics import read_metrics
 from skipless.train.run import EXPERIMENT, METRICS, RunFinishedError, read_experiment
 
 _SPENT = "spent.txt"
-_NETWORKS = 128  # kinds of blocks that one process keeps compiled; by default torch gives up after eight
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ def _trained(order: Order) -> dict[str, Any]:
     logger.setLevel(logging.ERROR)
     ending = Ending(seconds=order.seconds, weights=keep)
     try:
-        with torch._dynamo.config.patch(recompile_limit=_NETWORKS):
-            done = train(experiment, order.folder, resume=True, device=order.device, quiet=True, ending=ending)
+        done = train(experiment, order.folder, resume=True, device=order.device, quiet=True, ending=ending)
         return {"step_seconds": done.step_seconds}
     except RunFinishedError:  # an earlier call was killed between its end and its record
         return {"step_seconds": float("nan")}
