@@ -98,3 +98,47 @@ def test_idle_time_is_what_no_kernel_covers(monkeypatch):
 
     # 2 between the first two, none inside the long one, 1 before the last
     assert idle([("c", 20, 21), ("a", 0, 3), ("b", 5, 19), ("d", 6, 7)]) == 3.0
+
+
+def finished_run(folder: Path, loss: float) -> None:
+    """What a run and its evaluations leave, by hand."""
+    from skipless.model.presets import preset
+    from skipless.train.config import Experiment, TrainConfig
+
+    folder.mkdir(parents=True)
+    experiment = Experiment("x", model=preset("wikitext103/e-spa"), train=TrainConfig(batch_size=4, length=8))
+    (folder / "experiment.json").write_text(experiment.to_json())
+    logged = [
+        {"step": 1, "loss": 9.0, "ema": 9.0},
+        {"step": 2, "valid_loss": 5.0},
+        {"step": 2, "loss": 5.0, "ema": 6.0},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
+    (folder / "finished.json").write_text(json.dumps({"steps": 2_000_000, "train_loss": loss}))
+    text = {"loss": 3.0, "perplexity": 20.09, "bits_per_byte": 1.25}
+    (folder / "news.json").write_text(json.dumps({"texts": {"some/news.xz": text}, "tasks": {}}))
+    task = {"questions": 1234, "chance": 0.25, "accuracy": 0.5, "accuracy_stderr": 0.0123}
+    scores = {"piqa": {**task, "normalised": 0.4, "normalised_stderr": 0.01}, "boolq": {**task, "normalised": None}}
+    (folder / "tasks.json").write_text(json.dumps({"texts": {}, "tasks": scores}))
+
+
+def test_runs_are_compared_with_their_evaluations(tmp_path):
+    pytest.importorskip("matplotlib")
+    finished_run(tmp_path / "a", 4.0)
+    finished_run(tmp_path / "b", 4.5)
+    page = run("compare_runs", tmp_path)
+    assert "| a | 486M | 2,000,000 | 64M | 4.000 | 3.000 (20.1), 1.250 |" in page
+    assert "| piqa | 1,234 | 25.0 | 50.0 ± 1.2 / 40.0 ± 1.0 | 50.0 ± 1.2 / 40.0 ± 1.0 |" in page
+    assert "| boolq | 1,234 | 25.0 | 50.0 ± 1.2 | 50.0 ± 1.2 |" in page
+    assert (tmp_path / "README.md").read_text().strip() == page.strip()
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_run_that_has_not_ended_is_not_compared(tmp_path):
+    finished_run(tmp_path / "a", 4.0)
+    (tmp_path / "a" / "finished.json").unlink()
+    command = [sys.executable, str(FOLDER / "compare_runs.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "no finished.json; let the run end first" in done.stderr
+    assert not (tmp_path / "README.md").exists()
