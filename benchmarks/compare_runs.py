@@ -86,7 +86,7 @@ def tasks(runs: list[Finished]) -> list[str]:
     return [
         *lines,
         "",
-        "Accuracy in per cent ± its standard error; after / by bytes of the answer, where lm-eval gives it.",
+        "Accuracy in per cent ± its standard error; after the slash, normalised by the bytes of the answer.",
     ]
 
 
