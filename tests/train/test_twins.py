@@ -7,6 +7,7 @@ from torch import nn
 from skipless.data.loader import Batch
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
+from skipless.ops.precision import HALF, autocast
 from skipless.theory.schemes import ExponentialSPA
 from skipless.train import step as step_module
 from skipless.train.config import TrainConfig
@@ -57,9 +58,10 @@ def take_over(ours: TrainStep, theirs: TrainStep) -> None:
             ours.optimizer.state[mine][name].copy_(value)
 
 
-def test_every_step_is_autocasts(monkeypatch):
+@pytest.mark.parametrize("precision", HALF)
+def test_every_step_is_autocasts(monkeypatch, precision):
     """Clipping adds up the norm in another order: each step starts from one state, lest its last bit grow."""
-    ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
+    ours, theirs = (build(monkeypatch, twins, precision=precision) for twins in (True, False))
     assert ours.twins is not None
     assert len(ours.twins) == 3 * 6  # six matrices a block
     assert theirs.twins is None
@@ -72,22 +74,23 @@ def test_every_step_is_autocasts(monkeypatch):
         take_over(ours, theirs)
 
 
-def test_without_clipping_they_are_so_to_the_last_bit(monkeypatch):
-    ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
+@pytest.mark.parametrize("precision", HALF)
+def test_without_clipping_they_are_so_to_the_last_bit(monkeypatch, precision):
+    ours, theirs = (build(monkeypatch, twins, precision=precision) for twins in (True, False))
     ours.clip = theirs.clip = None
     for index in range(5):
         assert torch.equal(ours(index, batch_of(index))[0], theirs(index, batch_of(index))[0])
     for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(a, b)
         if (twin := twin_of(a)) is not None:
-            assert torch.equal(twin, a.to(torch.bfloat16))
+            assert torch.equal(twin, a.to(HALF[precision]))
 
 
 def test_gradients_are_autocasts_bit_for_bit(monkeypatch):
     ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
     assert ours.twins is not None
     for each in (ours, theirs):
-        with each._autocast(), each._halved():
+        with autocast("bf16", DEVICE), each._halved():
             each.model(batch_of(0).inputs, targets=batch_of(0).targets).backward()
     for (name, a), b in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         gradient = gradient_of(a)

@@ -27,6 +27,7 @@ class Precision(StrEnum):
     """What the model computes in."""
 
     BF16 = "bf16"
+    FP16 = "fp16"
     FP32 = "fp32"
 
 
@@ -65,7 +66,7 @@ BackendName = Annotated[Backend, _option("Our own scorer (builtin), or lm-eval."
 Length = Annotated[int | None, _option("Tokens the model sees at once (its training length).", _HOW)]
 TokenizerName = Annotated[str | None, _option("A .model file, prepared folder or 'bytes' (the model's own).", _HOW)]
 Device = Annotated[str | None, _option("cpu, cuda, … (a GPU where there is one).", _HOW)]
-PrecisionName = Annotated[Precision | None, _option("bf16 or fp32 (bf16 on a GPU).", _HOW)]
+PrecisionName = Annotated[Precision | None, _option("bf16, fp16 or fp32 (bf16 on a GPU).", _HOW)]
 Download = Annotated[bool, _option("Allow the network, for data on the hub.", _HOW, "--download")]
 JsonFile = Annotated[Path | None, _option("Results as data; - is standard output.", _HOW, "--json")]
 

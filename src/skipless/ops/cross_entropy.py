@@ -17,7 +17,8 @@ def linear_cross_entropy(
     hidden (…, width), weight (classes, width), targets (…) of integers, bias (classes,). Logits exist for `chunk` rows
     of hidden at a time (None: 2^28 logits), in hidden's dtype, or autocast's where it is on. Their gradient takes their
     place in the forward pass, while they are there; the backward pass only scales. The softmax is in float32 (float64
-    for float64), and so is the sum of the weight's gradient over chunks.
+    for float64), and so is the sum of the weight's gradient over chunks. In float16, which ends at 6e-8, that gradient
+    is of the sum over rows until then: a loss that is scaled up by about their number (see `loss_scale`) loses nothing.
 
     A target outside 0 … classes−1 makes the loss NaN on a GPU, where checking would wait for the device; elsewhere it
     is a RuntimeError.
@@ -40,19 +41,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
         loss, gradients = _forward(rows, weight, bias, targets, chunk, needed=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
+        ctx.missing = _share(rows) / len(rows)
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream: Tensor):
-        scaled = (None if each is None else each * upstream[0].to(each.dtype) for each in ctx.saved_tensors)
+        factor = upstream[0] if ctx.missing == 1.0 else upstream[0] * ctx.missing
+        scaled = (None if each is None else each * factor.to(each.dtype) for each in ctx.saved_tensors)
         return (*scaled, None, None)
 
 
 def _forward(
     rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, needed: tuple[bool, ...]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and the gradients of rows, weight and bias, None where not needed."""
+    """The loss, and the gradients of rows, weight and bias, times len(rows)/_share(rows); None where not needed."""
     exact = torch.promote_types(rows.dtype, torch.float32)
     matrix = weight.to(rows.dtype)
     losses = torch.empty(len(rows), dtype=exact, device=rows.device)
@@ -62,7 +65,7 @@ def _forward(
         *(t.split(chunk) for t in (rows, targets, losses)), _split(slopes, len(rows), chunk), strict=True
     ):
         logits = part @ matrix.mT if bias is None else torch.addmm(bias.to(rows.dtype), part, matrix.mT)
-        _each_row(logits, target, loss, len(rows), any(needed))
+        _each_row(logits, target, loss, _share(rows), any(needed))
         if slope is not None:
             torch.mm(logits, matrix, out=slope)
         if needed[1]:
@@ -71,6 +74,11 @@ def _forward(
             bias_total = _add(bias_total, logits.sum(dim=0, dtype=exact))
     sums = ((total, weight), (bias_total, bias))
     return losses.mean(), [slopes, *(t if t is None or like is None else t.to(like.dtype) for t, like in sums)]
+
+
+def _share(rows: Tensor) -> int:
+    """What the logits' gradient is divided by where it is stored: the number of rows, or in float16 nothing."""
+    return 1 if rows.dtype == torch.float16 else len(rows)
 
 
 def _split(tensor: Tensor | None, rows: int, chunk: int) -> list[Tensor] | list[None]:

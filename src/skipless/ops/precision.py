@@ -1,7 +1,18 @@
-"""What autocast makes of a product."""
+"""What products are computed in, and the scale that float16's gradients need."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Precision = Literal["bf16", "fp16", "fp32"]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager:
+    """Where products are computed in `precision`."""
+    return torch.autocast(device.type, dtype=HALF[precision]) if precision in HALF else nullcontext()
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -9,3 +20,12 @@ def product_dtype(x: Tensor) -> torch.dtype:
     kind = x.device.type
     lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if lowered else x.dtype
+
+
+def loss_scale(precision: Precision, tokens: int) -> float:
+    """What the loss, a mean over `tokens`, is multiplied by before the backward pass. Micikevicius et al. 2018.
+
+    In float16 the power of two below the number of tokens: gradients then have the size of a single token's, which is
+    of order one in a network that preserves its signal, and neither vanish below 6e-8 nor pass 65504.
+    """
+    return 2.0 ** (tokens.bit_length() - 1) if precision == "fp16" else 1.0

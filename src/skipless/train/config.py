@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from skipless.model.config import ModelConfig
+from skipless.ops.precision import Precision
 from skipless.train.optim import OptimizerConfig
 
 
@@ -40,7 +41,7 @@ class TrainConfig:
     warmup: int = 4_000
     accumulate: int = 1
     seed: int = 0
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     compile: bool = True
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     impl: str = "auto"

@@ -63,18 +63,17 @@ def join_world(device: str | None = None):
             dist.destroy_process_group()
 
 
-def distribute(model: Transformer, world: World, strategy: Strategy, bf16: bool) -> nn.Module:
+def distribute(model: Transformer, world: World, strategy: Strategy, half: torch.dtype | None) -> nn.Module:
     """The model as this world trains it: itself, replicated (DDP), or sharded block by block (FSDP2).
 
-    "auto" replicates. FSDP2 casts to bfloat16 block by block and reduces gradients in float32.
+    "auto" replicates. FSDP2 casts to `half`, if given, block by block and reduces gradients in float32.
     """
     if world.size == 1:
         if strategy == "fsdp":
             raise ValueError("train.strategy is 'fsdp' in a world of one; start with torchrun, or use 'auto'")
         return model
     if strategy == "fsdp":
-        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        policy = half if bf16 else MixedPrecisionPolicy()
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
         mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.size,))
         for block in model.each_block():
             fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -56,22 +56,27 @@ def diagonal_warning(step: int, summary: dict[str, float], band: float = 1e3) ->
     return f"step {step}: squared activation norms span [{low:.3g}, {high:.3g}], outside the certificate's band."
 
 
-def check_finite(model: nn.Module, first_step: int, losses: list[float], gradients: list[float]) -> None:
-    """Raise Diverged at the first step whose loss or gradient norm is not finite, with the norms per block."""
+def check_finite(
+    model: nn.Module, first_step: int, losses: list[float], gradients: list[float], scale: float = 1.0
+) -> None:
+    """Raise Diverged at the first step whose loss or gradient norm is not finite, with the norms per block.
+
+    scale: of the gradients that the last step has left behind.
+    """
     for offset, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
         if not (math.isfinite(loss) and math.isfinite(gradient)):
-            raise Diverged.at(first_step + offset, loss, gradient, norms_by_block(model))
+            raise Diverged.at(first_step + offset, loss, gradient, norms_by_block(model, scale))
 
 
 @torch.no_grad()
-def norms_by_block(model: nn.Module) -> str:
+def norms_by_block(model: nn.Module, scale: float = 1.0) -> str:
     """Parameter and gradient norms of each block, the first bad one named."""
     if not isinstance(model, Transformer):
         return ""
     lines = []
     for index, block in enumerate(model.each_block()):
         weight = _norm(list(block.parameters()))
-        slope = _norm([g for p in block.parameters() if (g := gradient_of(p)) is not None])
+        slope = _norm([g for p in block.parameters() if (g := gradient_of(p)) is not None]) / scale
         lines.append((index, weight, slope))
     bad = [i for i, weight, slope in lines if not (math.isfinite(weight) and math.isfinite(slope))]
     first = f"Block {bad[0] + 1} is the first that is not finite." if bad else "All blocks are finite again."

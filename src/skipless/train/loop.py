@@ -97,6 +97,7 @@ def _train_to_end(session: Session) -> None:
             due = (step + 1) % config.log_every == 0 or step + 1 == config.steps or _saves(session, step + 1)
             stopping = stop.asked or session.ending.due
             if due or stopping:
+                session.gradient_scale = step_once.gradient_scale
                 _flush(session, step, pending, watch, began)
             progress.step = step + 1
             _every(session)
@@ -119,7 +120,7 @@ def _flush(session: Session, step: int, pending: list, watch: GradientWatch, beg
     losses, norms = torch.stack([torch.stack(pair) for pair in pending]).T.tolist()
     seconds = time.perf_counter() - began  # read here, where the device has done what was asked of it
     first = step + 1 - len(pending)
-    check_finite(plain(session.model), first, losses, norms)
+    check_finite(plain(session.model), first, losses, norms, session.gradient_scale)
     for loss in losses:
         progress.smooth(loss, config.ema)
     for offset, norm in enumerate(norms):
@@ -181,6 +182,8 @@ def _probe(session: Session) -> None:
 
 def _after_divergence(session: Session, error: Diverged) -> None:
     """Stop with the last good checkpoint named, or go back to it with half the rate."""
+    if session.config.precision == "fp16":
+        error = Diverged(error.step, f"{error} float16 ends at 65504: train.precision=bf16 has a wider range.")
     if session.config.on_divergence == "stop":
         saved = sorted(path.name for path in session.run.checkpoints.glob("step-*"))
         where = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."

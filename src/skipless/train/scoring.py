@@ -1,9 +1,9 @@
 """Log-probabilities of tokens under a causal model: what loss, perplexity and zero-shot tasks are made of."""
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast, get_args
 
 import numpy as np
 import torch
@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from skipless.data.tokenizer import Tokenizer
 from skipless.model.config import ModelConfig
 from skipless.ops.layout import Layout
-
-Precision = Literal["bf16", "fp32"]
+from skipless.ops.precision import Precision, autocast
 
 LOGITS_AT_ONCE = 1 << 25  # entries: 128 MB in float32, about 1000 locations of a vocabulary of 32,000
 BATCH_TOKENS = 16_384
@@ -126,7 +125,7 @@ def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
 def scoring(
     model: nn.Module, device: torch.device | str | None = None, precision: Precision | None = None
 ) -> Generator[Scorer]:
-    """While open, a Scorer of the model: in eval mode, without gradients, under autocast for "bf16".
+    """While open, a Scorer of the model: in eval mode, without gradients, under autocast for "bf16" and "fp16".
 
     device None is where the model is; another one moves it there. precision None is bf16 on a GPU and fp32 elsewhere.
     """
@@ -142,13 +141,12 @@ def scoring(
         register_fsdp_forward_method(inner, "hidden")  # else its sharded embedding is met as it is
     place = next(inner.parameters()).device
     precision = precision or ("bf16" if place.type == "cuda" else "fp32")
-    if precision not in ("bf16", "fp32"):
-        raise ValueError(f"precision is {precision!r}; use 'bf16' or 'fp32'")
-    autocast = torch.autocast(place.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision is {precision!r}; use 'bf16', 'fp16' or 'fp32'")
     training = inner.training
     inner.eval()
     try:
-        with torch.no_grad(), autocast:
+        with torch.no_grad(), autocast(precision, place):
             yield Scorer(cast(LanguageModel, inner), place)
     finally:
         inner.train(training)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint as recompute_backward
 from skipless.data.loader import TokenLoader
 from skipless.data.store import TokenStore
 from skipless.model.transformer import Transformer
+from skipless.ops.precision import HALF
 from skipless.train.checkpoint import load_checkpoint, save_checkpoint
 from skipless.train.config import Experiment, TrainConfig
 from skipless.train.distributed import World, distribute
@@ -39,7 +40,10 @@ class Progress:
 
 @dataclass(eq=False)
 class Session:
-    """One process's part of a run: everything that lives while it trains. paces: seconds per step, by interval."""
+    """One process's part of a run: everything that lives while it trains.
+
+    paces: seconds per step, by interval. gradient_scale: of the gradients that the last step has left behind.
+    """
 
     experiment: Experiment
     world: World
@@ -54,6 +58,7 @@ class Session:
     graph: bool = False
     ending: Ending = field(default_factory=Ending)
     paces: list[float] = field(default_factory=list)
+    gradient_scale: float = 1.0
 
     @property
     def config(self) -> TrainConfig:
@@ -102,7 +107,7 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
         model.recompute = _recompute
     if config.compile:
         model.compile_blocks()
-    wrapped = distribute(model, world, config.strategy, config.precision == "bf16")
+    wrapped = distribute(model, world, config.strategy, HALF.get(config.precision))
     # with or without a graph: rates of one kind, so that both compute the same
     optimizer = build_optimizer(wrapped, experiment.optimizer, capturable=refusal(experiment, world) is None)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skipless.data.loader import Batch
 from skipless.ops.layout import Layout
+from skipless.ops.precision import HALF, autocast, loss_scale
 from skipless.train.config import TrainConfig
 from skipless.train.distributed import World
 from skipless.train.optim import clip_factor, clip_gradients, set_rates, warmup_cosine
@@ -22,14 +23,17 @@ def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
 
 
 class TrainStep:
-    """Applies step after step to a model and its optimiser; returns loss and gradient norm as device tensors."""
+    """Applies step after step to a model and its optimiser; returns loss and gradient norm as device tensors.
+
+    gradient_scale: what the gradients that a step leaves behind are multiplied by.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer, config: TrainConfig, world: World, *, clip: float | None, packed: bool
     ):
         self.model, self.optimizer, self.config, self.world = model, optimizer, config, world
         self.clip, self.packed = clip, packed
-        self.rate_factor = 1.0
+        self.rate_factor, self.gradient_scale = 1.0, 1.0
         self.twins: Twins | None = None
 
     def use_twins(self) -> None:
@@ -38,9 +42,10 @@ class TrainStep:
         For a step that is captured, since exchanging them is the host's work. Gradients of several micro-batches are
         summed in float32, without.
         """
-        halved = self.config.precision == "bf16" and self.config.accumulate == 1 and self.world.size == 1
-        if self.twins is None and halved and takes_twins(self.optimizer):
-            self.twins = Twins(self.model)
+        half = HALF.get(self.config.precision)
+        alone = self.config.accumulate == 1 and self.world.size == 1
+        if self.twins is None and half is not None and alone and takes_twins(self.optimizer):
+            self.twins = Twins(self.model, half)
 
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Update the parameters by the batch of `step`; rates follow from the step alone."""
@@ -64,29 +69,34 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.world.device)
         parts = batch.tokens.shape[0] // config.accumulate
+        self.gradient_scale = scale = loss_scale(config.precision, parts * batch.targets.shape[1])
         for index in range(config.accumulate):
             micro = batch.map(lambda tensor, start=index * parts: tensor[start : start + parts])
-            with self._sync(last=index == config.accumulate - 1), self._autocast(), self._halved():
+            last = index == config.accumulate - 1
+            with self._sync(last), autocast(config.precision, self.world.device), self._halved():
                 loss = cross_entropy(self.model, micro, self.packed) / config.accumulate
-                loss.backward()
+                (loss if scale == 1.0 else loss * scale).backward()
             total += loss.detach()
         return self.world.mean(total), self._descend()
 
     def _descend(self) -> Tensor:
         """Clip and step; the gradient's norm before clipping."""
         if self.twins is None:
+            self._unscale()
             norm = clip_gradients(self.model.parameters(), self.clip)
             self.optimizer.step()
             return norm
         assert isinstance(self.optimizer, FusedAdam)
-        norm, factor = clip_factor(self.model.parameters(), self.clip)
+        norm, factor = clip_factor(self.model.parameters(), self.clip, self.gradient_scale)
         self.optimizer.step(scale=factor)
         return norm
 
-    def _autocast(self):
-        if self.config.precision != "bf16":
-            return nullcontext()
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+    def _unscale(self) -> None:
+        """Divide the parameters' gradients by their scale, in place."""
+        if self.gradient_scale != 1.0:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / self.gradient_scale)
+            self.gradient_scale = 1.0
 
     def _halved(self):
         return nullcontext() if self.twins is None else self.twins.in_place()

@@ -21,7 +21,8 @@ from torch import nn
 
 from skipless.data.files import COMPRESSIONS, opened
 from skipless.data.tokenizer import Tokenizer
-from skipless.train.scoring import Precision, Row, check_vocabulary, config_of, scoring
+from skipless.ops.precision import Precision
+from skipless.train.scoring import Row, check_vocabulary, config_of, scoring
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,22 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None = 0.1) -> T
     return norm
 
 
-def clip_factor(parameters: Iterable[Tensor], limit: float | None = 0.1) -> tuple[Tensor, Tensor | None]:
-    """The norm and min(1, limit/norm), for an optimiser that scales gradients itself, and takes those of twins."""
+def clip_factor(
+    parameters: Iterable[Tensor], limit: float | None = 0.1, scale: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """The norm and min(1, limit/norm), for an optimiser that scales gradients itself, and takes those of twins.
+
+    Where gradients come `scale` times too large, the norm is that of the true ones and the factor makes up for it.
+    """
     alike: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if (gradient := gradient_of(parameter)) is not None:
             alike.setdefault(gradient.dtype, []).append(gradient)
     norm = torch.linalg.vector_norm(torch.stack([each for several in alike.values() for each in _norms(several)]))
-    return norm, None if limit is None else (limit / (norm + _NEAR_ZERO)).clamp(max=1.0)
+    norm = norm / scale
+    if limit is None:
+        return norm, None if scale == 1.0 else torch.full_like(norm, 1.0 / scale)
+    return norm, (limit / (norm + _NEAR_ZERO)).clamp(max=1.0) / scale
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
