@@ -48,12 +48,12 @@ def inspect(
         output, which is what theory predicts.
     band: what counts as lost.
     """
-    name = str(model) if isinstance(model, str | Path) else type(_unwrapped(model)).__name__
+    name = str(model) if isinstance(model, str | Path) else type(unwrapped(model)).__name__
     if isinstance(model, str | Path):
         from skipless.analysis.open_model import open_model
 
         model = open_model(model)
-    model = _unwrapped(model)
+    model = unwrapped(model)
     labels = given_labels(batch, labels)
     check_batch(model, batch, labels)
     found = find_blocks(model, blocks)
@@ -129,7 +129,7 @@ def _run(
 ) -> tuple[Recorder, GradientTaker]:
     """One forward and one backward under hooks."""
     recorder, taker = Recorder(blocks, wanted), GradientTaker(model, blocks)
-    with _evaluating(model), uncompiled(model), torch.enable_grad(), taker:
+    with evaluating(model), uncompiled(model), torch.enable_grad(), taker:
         args, kwargs = model_inputs(model, batch)
         with recorder:
             output = model(*args, **kwargs)
@@ -152,7 +152,7 @@ def _loss_of(model: nn.Module, labels: Tensor | None, loss: Loss | None) -> Loss
 
 
 @contextmanager
-def _evaluating(model: nn.Module):
+def evaluating(model: nn.Module):
     """Evaluation mode, each module's own mode being put back afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -163,12 +163,12 @@ def _evaluating(model: nn.Module):
             module.training = mode
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The network inside DataParallel, DistributedDataParallel or torch.compile, whose own hooks must not run."""
     for attribute in ("_orig_mod", "module"):
         inner = getattr(model, attribute, None)
         if isinstance(inner, nn.Module) and type(model).__module__.startswith("torch."):
-            return _unwrapped(inner)
+            return unwrapped(inner)
     return model
 
 

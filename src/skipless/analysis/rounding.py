@@ -1,0 +1,58 @@
+"""How much of a signal rounding takes away: one network in its own precision and in half of it, block by block."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from skipless.analysis.find_blocks import find_blocks
+from skipless.analysis.inspect import evaluating, unwrapped
+from skipless.analysis.measure import hidden
+from skipless.analysis.request import Batch, check_batch, model_inputs
+from skipless.analysis.uncompiled import uncompiled
+from skipless.ops.precision import HALF, autocast
+
+
+@torch.no_grad()
+def rounding(
+    model: nn.Module,
+    batch: Batch,
+    precision: Literal["bf16", "fp16"] = "bf16",
+    *,
+    blocks: Sequence[str] | str | None = None,
+) -> list[float]:
+    """‖x̂ − x‖/‖x − x̄‖ after every block, first to last: what rounding adds, over what tells locations apart.
+
+    x is computed in the parameters' precision, x̂ under autocast in `precision`; x̄ is the mean of a row's locations.
+    What one block of a network without skips adds, all that follow hand on, so that it grows with depth. model, batch
+    and blocks are as for `inspect`; the model is left as it was.
+    """
+    if precision not in HALF:
+        raise ValueError(f"precision is {precision!r}; use 'bf16' or 'fp16'")
+    model = unwrapped(model)
+    check_batch(model, batch, None)
+    found = [block for _, block in find_blocks(model, blocks)]
+    exact, rounded = _outputs(model, batch, found, None), _outputs(model, batch, found, precision)
+    return [_share(x, y) for x, y in zip(exact, rounded, strict=True)]
+
+
+def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision) -> list[Tensor]:
+    """What every block gives."""
+    given: list[Tensor] = []
+    hooks = [block.register_forward_hook(lambda _, __, output: given.append(hidden(output))) for block in blocks]
+    device = next(model.parameters()).device
+    try:
+        with evaluating(model), uncompiled(model), autocast(precision or "fp32", device):
+            args, kwargs = model_inputs(model, batch)
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return given
+
+
+def _share(exact: Tensor, rounded: Tensor) -> float:
+    exact, rounded = exact.double(), rounded.double()
+    apart = (exact - exact.mean(dim=1, keepdim=True)).norm()
+    return float((rounded - exact).norm() / apart)
