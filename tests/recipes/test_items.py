@@ -1,5 +1,7 @@
 """Items and arms: every one can be built at every size, shares runs with others, and states what it expects."""
 
+from dataclasses import replace
+
 import pytest
 
 from skipless.model.signal import attention_shapes
@@ -34,9 +36,20 @@ def test_every_arm_is_an_experiment_at_every_size(item: Item, scale, text: Text)
 def test_arms_of_an_item_are_equal_but_for_what_they_compare(item: Item, text: Text) -> None:
     scale = SCALES["small"]
     experiments = [arm.experiment(scale, text, 1e-3) for arm in item.arms]
-    assert len({experiment.train for experiment in experiments}) == 1
+    usual = scale.schedule(item.arms[0].corpus)
+    schedules = {replace(usual, precision=arm.precision or usual.precision) for arm in item.arms}
+    assert {experiment.train for experiment in experiments} == schedules
+    assert len(schedules) == (2 if item.name == "rounding" else 1)
     assert {experiment.optimizer.embedding_rate for experiment in experiments} == {1e-3}
     assert len({run_key(experiment, text) for experiment in experiments}) == len(item.arms)
+
+
+def test_rounding_takes_its_runs_in_bfloat16_from_depth(text: Text) -> None:
+    scale = SCALES["small"]
+    for depth in (36, 72, 108):
+        ours, theirs = ITEMS["rounding"].arm(f"e-spa-{depth}/bf16"), ITEMS["depth"].arm(f"e-spa-{depth}")
+        assert run_key(ours.experiment(scale, text, 3e-5), text) == run_key(theirs.experiment(scale, text, 3e-5), text)
+        assert ITEMS["rounding"].arm(f"e-spa-{depth}/fp16").experiment(scale, text, 3e-5).train.precision == "fp16"
 
 
 def test_the_paper_size_is_appendix_h(text: Text) -> None:
@@ -167,7 +180,7 @@ def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean small\?"):
         scale_named("smal")
     assert [item.name for item in items_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
-    assert len(items_named(["all"])) == len(ITEMS) == 19
+    assert len(items_named(["all"])) == len(ITEMS) == 20
 
 
 def test_two_arms_of_one_name_are_refused() -> None:

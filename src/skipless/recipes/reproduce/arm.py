@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
+from skipless.ops.precision import Precision
 from skipless.recipes.paper import Printed
 from skipless.recipes.reproduce import rates
 from skipless.recipes.reproduce.scale import Scale
@@ -31,7 +32,8 @@ class Arm:
     """A preset with some fields changed, trained by one optimiser.
 
     printed: what the paper says of it. multiples: lengths of training, as multiples of the usual one; its rate is tuned
-    at the usual one. core arms belong to the item at every size, others to the paper's own and to --arms.
+    at the usual one. precision: None is the size's own. core arms belong to the item at every size, others to the
+    paper's own and to --arms.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Arm:
     keep_orthogonal: tuple[str, ...] = ()
     printed: tuple[Printed, ...] = ()
     multiples: tuple[float, ...] = (1.0,)
+    precision: Precision | None = None
     core: bool = True
 
     @property
@@ -67,6 +70,7 @@ class Arm:
     ) -> Experiment:
         """The run. measure adds what is to be seen besides losses."""
         train = scale.schedule(self.corpus, seed, multiple)
+        train = dataclasses.replace(train, precision=self.precision or train.precision)
         if measure == "probes":
             train = dataclasses.replace(train, probe_at=(0, train.steps // 2, train.steps))
         if measure == "pace":

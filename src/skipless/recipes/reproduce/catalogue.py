@@ -27,6 +27,7 @@ ITEMS: dict[str, Item] = {
         items_more.OPTIMISERS,
         items_closing.CLOSING,
         items_closing.KEPT_ORTHOGONAL,
+        items_closing.ROUNDING,
     )
 }
 
