@@ -76,6 +76,14 @@ def test_gradients_that_float16_cannot_hold_unscaled_are_kept():
     assert wrong < 2e-3
 
 
+def test_a_sum_over_rows_may_pass_what_float16_holds():
+    hidden = torch.ones(2**17, 4, dtype=torch.float16, device=DEVICE)
+    weight = torch.zeros(3, 4, dtype=torch.float16, device=DEVICE, requires_grad=True)
+    linear_cross_entropy(hidden, weight, torch.zeros(2**17, dtype=torch.int64, device=DEVICE)).backward()
+    expected = torch.tensor([-2 / 3, 1 / 3, 1 / 3])[:, None].expand(3, 4)
+    torch.testing.assert_close(weight.grad, expected.to(DEVICE, torch.float16))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_loss_has_the_gradients_of_float64_in_either_half(dtype):
     torch.manual_seed(0)

@@ -41,21 +41,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
         loss, gradients = _forward(rows, weight, bias, targets, chunk, needed=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
-        ctx.missing = _share(rows) / len(rows)
+        ctx.missing, ctx.kinds = (
+            _share(rows) / len(rows),
+            [None if t is None else t.dtype for t in (rows, weight, bias)],
+        )
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream: Tensor):
         factor = upstream[0] if ctx.missing == 1.0 else upstream[0] * ctx.missing
-        scaled = (None if each is None else each * factor.to(each.dtype) for each in ctx.saved_tensors)
-        return (*scaled, None, None)
+        found = zip(ctx.saved_tensors, ctx.kinds, strict=True)
+        return (*(None if t is None else (t * factor.to(t.dtype)).to(kind) for t, kind in found), None, None)
 
 
 def _forward(
     rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, needed: tuple[bool, ...]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and the gradients of rows, weight and bias, times len(rows)/_share(rows); None where not needed."""
+    """The loss, and the gradients of rows, weight and bias, times len(rows)/_share(rows); None where not needed.
+
+    Those of weight and bias are in float32 at least, which a sum over many rows may need.
+    """
     exact = torch.promote_types(rows.dtype, torch.float32)
     matrix = weight.to(rows.dtype)
     losses = torch.empty(len(rows), dtype=exact, device=rows.device)
@@ -72,8 +78,7 @@ def _forward(
             total = _add(total, _exact_product(logits.mT, part, exact))
         if needed[2]:
             bias_total = _add(bias_total, logits.sum(dim=0, dtype=exact))
-    sums = ((total, weight), (bias_total, bias))
-    return losses.mean(), [slopes, *(t if t is None or like is None else t.to(like.dtype) for t, like in sums)]
+    return losses.mean(), [slopes, total, bias_total]
 
 
 def _share(rows: Tensor) -> int:
