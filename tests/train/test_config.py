@@ -36,7 +36,7 @@ def test_any_field_can_be_set_and_dependent_ones_together():
         ("trian.steps=3", "did you mean 'train'"),
         ("train.steps=many", "train.steps is 'many'; it must be a whole number"),
         ("train.compile=maybe", "must be true or false"),
-        ("train.precision=fp8", "one of 'bf16', 'fp32'"),
+        ("train.precision=fp8", "one of 'bf16', 'fp16', 'fp32'"),
         ("train.steps.more=3", "nothing lies below it"),
         ("train.steps", "has no '='"),
         ("model.depht=3", "did you mean 'depth'"),

@@ -154,10 +154,11 @@ def test_the_model_is_left_as_it_was(model):
     model.eval()
 
 
-def test_bf16_agrees_within_its_precision(model):
+@pytest.mark.parametrize(("precision", "within"), [("bf16", 2e-2), ("fp16", 2e-3)])
+def test_half_precision_agrees_within_its_own(model, precision, within):
     tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(3))
-    exact, rough = (evaluate_loss(model, [tokens], precision=precision).loss for precision in ("fp32", "bf16"))
-    assert rough == pytest.approx(exact, rel=2e-2)
+    exact, rough = (evaluate_loss(model, [tokens], precision=each).loss for each in ("fp32", precision))
+    assert rough == pytest.approx(exact, rel=within)
     assert rough != exact
 
 
@@ -247,7 +248,7 @@ def test_what_cannot_be_evaluated_is_said(model):
         evaluate_text(build(vocab_size=100), ByteTokenizer(), ["a"])
     with pytest.raises(ValueError, match="no tokens were scored"):
         evaluate_loss(model, [])
-    with pytest.raises(ValueError, match="use 'bf16' or 'fp32'"):
+    with pytest.raises(ValueError, match="use 'bf16', 'fp16' or 'fp32'"):
         evaluate_loss(model, [torch.zeros(1, 3, dtype=torch.int64)], precision="fp8")
     with pytest.raises(ValueError, match="stride=9"):
         evaluate_text(model, ByteTokenizer(), ["a"], Windowing(8, stride=9))
