@@ -35,6 +35,21 @@ def test_a_preset_that_collapses_fails_the_check(tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_rounding_is_shown_by_block_where_it_is_asked_for(tmp_path):
+    data = tmp_path / "out.json"
+    result = invoke("wikitext103/e-spa", *SMALL, "--rounding", "bf16", "--json", str(data))
+    assert result.exit_code == 0, result.output
+    shares = [block["rounding"] for block in json.loads(data.read_text())["blocks"]]
+    assert shares[0] == 0.0
+    assert shares[-1] > shares[5] > 0.0
+    assert f"In bf16 rounding adds {shares[-1]:.3g} of what tells locations apart" in result.output
+    head = next(line for line in result.output.splitlines() if "kurtosis" in line)
+    assert "rounding" in head
+    assert any(line.startswith("rounding ▁") for line in result.output.splitlines())
+    without = invoke("wikitext103/e-spa", *SMALL)
+    assert "rounding" not in without.output
+
+
 def test_a_family_is_built_and_healthy():
     result = invoke("hf:gpt2", "--depth", "3", *SMALL, "--check")
     assert result.exit_code == 0, result.output

@@ -22,8 +22,8 @@ from skipless.train.step import TrainStep
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize(("tokens", "scale"), [(1, 1.0), (2, 2.0), (8191, 4096.0), (8192, 8192.0)])
-def test_the_scale_is_the_power_of_two_below_the_tokens(tokens, scale):
+@pytest.mark.parametrize(("tokens", "scale"), [(1, 1.0), (31, 1.0), (32, 2.0), (8191, 256.0), (8192, 512.0)])
+def test_the_scale_is_the_power_of_two_below_a_sixteenth_of_the_tokens(tokens, scale):
     assert loss_scale("fp16", tokens) == scale
     assert loss_scale("bf16", tokens) == loss_scale("fp32", tokens) == 1.0
 

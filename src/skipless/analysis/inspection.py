@@ -22,7 +22,8 @@ class BlockSignal:
     over that of uniform attention, first the weight on the first key. carry is the mean cosine between a location
     before and after the block: near 0 without a shortcut. parameter_gradients and parameter_sizes: norm of the
     gradient, and root mean square of the matrices, by kind of parameter. predicted: theory's diagonal, cosine and
-    gradient at initialisation, for models of this library.
+    gradient at initialisation, for models of this library. rounding: what half precision adds, over what tells
+    locations apart (see `rounding`); None if it was not asked for.
     """
 
     block: int
@@ -46,6 +47,7 @@ class BlockSignal:
     attention_spread: float | None = None
     carry: float | None = None
     parameter_sizes: dict[str, float] = field(default_factory=dict)
+    rounding: float | None = None
 
     @property
     def query_key_gradient(self) -> float | None:

@@ -1,6 +1,7 @@
 """How much of a signal rounding takes away: one network in its own precision and in half of it, block by block."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from skipless.analysis.find_blocks import find_blocks
 from skipless.analysis.inspect import evaluating, unwrapped
+from skipless.analysis.inspection import Inspection
 from skipless.analysis.measure import hidden
 from skipless.analysis.request import Batch, check_batch, model_inputs
 from skipless.analysis.uncompiled import uncompiled
@@ -35,6 +37,12 @@ def rounding(
     found = [block for _, block in find_blocks(model, blocks)]
     exact, rounded = _outputs(model, batch, found, None), _outputs(model, batch, found, precision)
     return [_share(x, y) for x, y in zip(exact, rounded, strict=True)]
+
+
+def with_rounding(found: Inspection, shares: Sequence[float]) -> Inspection:
+    """The inspection of a network with what `rounding` says of it; nothing is rounded before the first block."""
+    blocks = zip(found.blocks, (0.0, *shares), strict=True)
+    return replace(found, blocks=tuple(replace(block, rounding=share) for block, share in blocks))
 
 
 def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision) -> list[Tensor]:

@@ -14,10 +14,11 @@ _HEAT = ("#2c7bb6", "#00a6ca", "#00ccbc", "#90eb9d", "#f9d057", "#f29e2e", "#e76
 
 def table(found: Inspection) -> tuple[list[str], list[list[str]]]:
     """Head and rows: all blocks of a shallow network; else the ends, an even choice, and those around the verdict's."""
-    ours = found.blocks[0].predicted is not None
+    ours, rounded = found.blocks[0].predicted is not None, found.blocks[-1].rounding is not None
     head = ["block", "norm²", "cosine", "eff. rank", "gradient²", "entropy", "on first", "qk grad", "kurtosis"]
+    head += ["rounding"] if rounded else []
     head += ["theory: norm²", "cosine"] if ours else []
-    return head, [_row(found.blocks[block], ours) for block in chosen(found)]
+    return head, [_row(found.blocks[block], ours, rounded) for block in chosen(found)]
 
 
 def chosen(found: Inspection) -> list[int]:
@@ -38,15 +39,17 @@ def strips(found: Inspection) -> list[Text]:
     norm = [_decades(each.norm_mean, blocks[0].norm_mean) for each in blocks]
     gradient = [_decades(each.gradient_mean, 1.0) for each in blocks]
     lines = [_strip("cosine", cosine, 1.0), _strip("norm", norm, 3.0), _strip("gradient", gradient, 6.0)]
+    if blocks[-1].rounding is not None:
+        lines.append(_strip("rounding", [each.rounding or 0.0 for each in blocks], 1.0))
     legend = Text("0 … depth; cosine to 1, norm² and gradient² in decades from the input's (3) and the output's (6)")
     legend.stylize("dim")
     return [*lines, legend]
 
 
-def _row(each: BlockSignal, ours: bool) -> list[str]:
+def _row(each: BlockSignal, ours: bool, rounded: bool) -> list[str]:
     numbers = [each.norm_mean, each.cosine_mean, each.effective_rank, each.gradient_mean]
     more = [each.attention_entropy, each.attention_first, each.query_key_gradient, each.kurtosis]
-    cells = [str(each.block), *map(_short, [*numbers, *more])]
+    cells = [str(each.block), *map(_short, [*numbers, *more, *([each.rounding] if rounded else [])])]
     predicted = each.predicted or {}
     return cells + ([_short(predicted.get("norm")), _short(predicted.get("cosine"))] if ours else [])
 

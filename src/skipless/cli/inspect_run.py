@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -10,12 +11,21 @@ from rich.text import Text
 
 from skipless.analysis.inspect import inspect
 from skipless.analysis.inspection import Inspection
+from skipless.analysis.rounding import rounding, with_rounding
 from skipless.cli.inspect_model import Request
 from skipless.cli.inspect_report import strips, table
 from skipless.cli.output import check_figure, check_target, print_table, write_whole
 
 
-def run(request: Request, *, blocks: str | None, device: str, json_file: Path | None, figure: Path | None) -> bool:
+def run(
+    request: Request,
+    *,
+    blocks: str | None,
+    device: str,
+    json_file: Path | None,
+    figure: Path | None,
+    half: Any = None,
+) -> bool:
     """Do all that the command was asked to; whether the signal is lost."""
     to_stdout = json_file == Path("-")
     if figure is not None:
@@ -27,8 +37,13 @@ def run(request: Request, *, blocks: str | None, device: str, json_file: Path | 
     batch = request.batch(model, encode)
     found = inspect(model.to(place), batch.to(place), blocks=blocks)
     found = replace(found, model=request.model)
+    if half is not None:
+        found = with_rounding(found, rounding(model, batch.to(place), half, blocks=blocks))
     console = Console(stderr=to_stdout)
     show(console, found)
+    if half is not None:
+        share = found.blocks[-1].rounding
+        _say(console, f"In {half} rounding adds {share:.3g} of what tells locations apart by the last block.")
     if to_stdout:
         sys.stdout.write(found.to_json() + "\n")
     elif json_file is not None:

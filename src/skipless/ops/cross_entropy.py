@@ -18,7 +18,7 @@ def linear_cross_entropy(
     of hidden at a time (None: 2^28 logits), in hidden's dtype, or autocast's where it is on. Their gradient takes their
     place in the forward pass, while they are there; the backward pass only scales. The softmax is in float32 (float64
     for float64), and so is the sum of the weight's gradient over chunks. In float16, which ends at 6e-8, that gradient
-    is of the sum over rows until then: a loss that is scaled up by about their number (see `loss_scale`) loses nothing.
+    is of the sum over rows until then: a loss that is scaled up with their number (see `loss_scale`) loses nothing.
 
     A target outside 0 … classes−1 makes the loss NaN on a GPU, where checking would wait for the device; elsewhere it
     is a RuntimeError.

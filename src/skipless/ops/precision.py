@@ -25,7 +25,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def loss_scale(precision: Precision, tokens: int) -> float:
     """What the loss, a mean over `tokens`, is multiplied by before the backward pass. Micikevicius et al. 2018.
 
-    In float16 the power of two below the number of tokens: gradients then have the size of a single token's, which is
-    of order one in a network that preserves its signal, and neither vanish below 6e-8 nor pass 65504.
+    In float16 the power of two below the number of tokens, over 16: a network that preserves its signal hands back
+    gradients of the size of one token's, which then neither vanish below 6e-8 nor, but for spikes, pass 65504.
     """
-    return 2.0 ** (tokens.bit_length() - 1) if precision == "fp16" else 1.0
+    return max(2.0 ** (tokens.bit_length() - 5), 1.0) if precision == "fp16" else 1.0
