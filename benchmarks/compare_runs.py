@@ -8,6 +8,7 @@ of `skipless eval`. Writes README.md and curves.png there.
 """
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from skipless.analysis.figure_style import BLUE, GREEN, INK, ORANGE, VERMILION, Page, render, styled
+from skipless.data.shards import write_whole
 from skipless.train.metrics import read_metrics
 from skipless.train.run import EXPERIMENT, FINISHED, read_experiment
 
@@ -69,7 +71,8 @@ def losses(runs: list[Finished]) -> list[str]:
 def _text(result: dict[str, Any] | None) -> str:
     if result is None:
         return "–"
-    return f"{result['loss']:.3f} ({result['perplexity']:.1f}), {result['bits_per_byte']:.3f}"
+    bits = result["bits_per_byte"]  # None of tokens whose text is not known
+    return f"{result['loss']:.3f} ({result['perplexity']:.1f}), {'–' if bits is None else f'{bits:.3f}'}"
 
 
 def tasks(runs: list[Finished]) -> list[str]:
@@ -104,14 +107,14 @@ def picture(runs: list[Finished]) -> Figure:
     """Smoothed training loss as lines, validation as dots."""
     figure = Page(8.4, 4.9)
     steps = max(run.result["steps"] for run in runs)
-    figure.heading(0.3, "Training loss by step", f"{steps:,} steps each; dots: validation")
+    figure.heading(0.3, "Training loss by step", "Lines: smoothed. Dots: validation.")
     axes = figure.axes(0.65, 1.05, 7.4, 3.2)
     ends = []
-    for run, colour in zip(runs, COLOURS, strict=False):
+    for run, colour in zip(runs, itertools.cycle(COLOURS), strict=False):
         trained = [(each["step"], each["ema"]) for each in run.metrics if "ema" in each]
         tested = [(each["step"], each["valid_loss"]) for each in run.metrics if "valid_loss" in each]
         axes.plot(*zip(*trained, strict=True), color=colour, label=f"{run.name}: {run.result['train_loss']:.2f}")
-        axes.plot(*zip(*tested, strict=True), "o", color=colour, markersize=4)
+        axes.plot([step for step, _ in tested], [loss for _, loss in tested], "o", color=colour, markersize=4)
         ends.append(trained[-1][1])
     axes.set(xlabel="step", ylabel="nats per token", ylim=(min(ends) - 0.2, min(ends) + 3.0), xlim=(0, steps * 1.01))
     axes.grid(axis="y")
@@ -130,8 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
     if missing := [str(each) for each in found if not (each / FINISHED).is_file()]:
         parser.error(f"{', '.join(missing)}: no {FINISHED}; let the run end first, with skipless train … --resume")
     runs = [read(each) for each in found]
-    (folder / "README.md").write_text(page(runs), encoding="utf-8")
-    (folder / "curves.png").write_bytes(render(picture(runs), ".png"))
+    write_whole(folder / "curves.png", render(picture(runs), ".png"))
+    write_whole(folder / "README.md", page(runs).encode())
     print(page(runs))
 
 

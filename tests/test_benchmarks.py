@@ -134,6 +134,24 @@ def test_runs_are_compared_with_their_evaluations(tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_every_run_is_drawn_and_what_was_not_measured_is_a_dash(tmp_path):
+    pytest.importorskip("matplotlib")
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import compare_runs
+    finally:
+        sys.path.remove(str(FOLDER))
+    for name in "abcdefg":
+        finished_run(tmp_path / name, 4.0)
+    (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0, "ema": 9.0}\n')  # no validation
+    text = {"loss": 3.0, "perplexity": 20.09, "bits_per_byte": None}
+    (tmp_path / "a" / "news.json").write_text(json.dumps({"texts": {"some/news.xz": text}, "tasks": {}}))
+    runs = [compare_runs.read(each) for each in sorted(tmp_path.iterdir())]
+    assert "| 3.000 (20.1), – |" in compare_runs.page(runs)
+    (axes,) = compare_runs.picture(runs).axes
+    assert len(axes.get_legend().get_texts()) == 7
+
+
 def test_a_run_that_has_not_ended_is_not_compared(tmp_path):
     finished_run(tmp_path / "a", 4.0)
     (tmp_path / "a" / "finished.json").unlink()

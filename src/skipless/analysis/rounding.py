@@ -13,7 +13,7 @@ from skipless.analysis.inspection import Inspection
 from skipless.analysis.measure import hidden
 from skipless.analysis.request import Batch, check_batch, model_inputs
 from skipless.analysis.uncompiled import uncompiled
-from skipless.ops.precision import HALF, autocast
+from skipless.ops.precision import HALF, Precision, autocast
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def rounding(
     model = unwrapped(model)
     check_batch(model, batch, None)
     found = [block for _, block in find_blocks(model, blocks)]
-    exact, rounded = _outputs(model, batch, found, None), _outputs(model, batch, found, precision)
+    exact, rounded = _outputs(model, batch, found, "fp32"), _outputs(model, batch, found, precision)
     return [_share(x, y) for x, y in zip(exact, rounded, strict=True)]
 
 
@@ -45,13 +45,13 @@ def with_rounding(found: Inspection, shares: Sequence[float]) -> Inspection:
     return replace(found, blocks=tuple(replace(block, rounding=share) for block, share in blocks))
 
 
-def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision) -> list[Tensor]:
-    """What every block gives."""
+def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision: Precision) -> list[Tensor]:
+    """What every block gives; "fp32" leaves the parameters' precision as it is."""
     given: list[Tensor] = []
     hooks = [block.register_forward_hook(lambda _, __, output: given.append(hidden(output))) for block in blocks]
     device = next(model.parameters()).device
     try:
-        with evaluating(model), uncompiled(model), autocast(precision or "fp32", device):
+        with evaluating(model), uncompiled(model), autocast(precision, device):
             args, kwargs = model_inputs(model, batch)
             model(*args, **kwargs)
     finally:

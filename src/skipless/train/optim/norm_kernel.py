@@ -1,5 +1,6 @@
 """The norm of many tensors together: each number is read once, and no sum depends on the order programs run in."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +20,14 @@ def norm(tensors: Sequence[Tensor]) -> Tensor:
     sums = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
     first = 0
     for start in range(0, len(tensors), _AT_ONCE):
-        part, ends, blocks = tensors[start : start + _AT_ONCE], [], 0
-        for count in counts[start : start + _AT_ONCE]:
-            blocks += count
-            ends.append(blocks)
-        if not blocks:  # all empty
+        part, ends = tensors[start : start + _AT_ONCE], tuple(itertools.accumulate(counts[start : start + _AT_ONCE]))
+        if not ends[-1]:  # all empty
             continue
-        kernel[(blocks,)](
-            tuple(part), tuple(tensor.numel() for tensor in part), tuple(ends), sums[first:],
+        kernel[(ends[-1],)](
+            tuple(part), tuple(tensor.numel() for tensor in part), ends, sums[first:],
             COUNT=len(part), BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
-        first += blocks
+        first += ends[-1]
     return sums.sum().sqrt()
 
 
