@@ -61,6 +61,14 @@ def test_killed_at_random_moments_the_result_is_the_same(sources, tmp_path):
     assert contents(folder) == contents(tmp_path / "alone"), stages
 
 
+def test_killed_after_the_manifest_the_journal_goes_with_the_next_run(sources, tmp_path):
+    assert start(sources, tmp_path / "out").wait() == 0
+    whole = contents(tmp_path / "out")
+    (tmp_path / "out" / "sections.jsonl").write_text('{"tokenizer": {}}\n')
+    assert start(sources, tmp_path / "out").wait() == 0
+    assert contents(tmp_path / "out") == whole
+
+
 def check_stage(folder: Path) -> str:
     """How far a killed run came; all that it calls finished must be whole."""
     sections = Folder(folder).sections()

@@ -46,6 +46,8 @@ class Folder:
             self._clear()
         for leftover in self.path.glob(f"*{ASIDE}"):
             leftover.unlink()
+        if self.complete():  # an earlier run may have been killed between its manifest and its journal's end
+            (self.path / JOURNAL).unlink(missing_ok=True)
         if not path.is_file():
             write_whole(path, json.dumps(options, indent=1).encode() + b"\n")
 
