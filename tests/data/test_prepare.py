@@ -1,5 +1,6 @@
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,19 @@ def test_hashes_are_trusted_until_a_file_changes(folder, monkeypatch):
     assert hashed == ["train-00001.bin"]
     TokenStore(folder, verify="always")
     assert len(hashed) > 5
+
+
+def test_several_may_verify_at_once_and_a_note_that_fails_stops_none(folder, monkeypatch):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: TokenStore(folder, verify="always"), range(24)))
+    assert not list(folder.glob("*.part"))
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    (folder / "verified.json").unlink()
+    monkeypatch.setattr("skipless.data.store.write_whole", full)
+    assert len(TokenStore(folder)) > 0 and not (folder / "verified.json").exists()
 
 
 def test_other_options_are_named_and_force_starts_over(plan, folder, sources, model):

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -79,8 +80,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is either there with all of `data` or not there."""
-    aside = path.with_name(path.name + ASIDE)
+    """Write a file so that it is either there with all of `data` or not there; of several writers the last one wins."""
+    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
     with writing(path):
         try:
             with aside.open("wb") as file:

@@ -1,6 +1,7 @@
 """Reading a prepared folder: its manifest, and its tokens as one long memory-mapped array."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 from skipless.data.shards import Section, Shard, check_hash, check_sizes, write_whole
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 
+logger = logging.getLogger("skipless")
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"
 FORMAT = 1
@@ -190,7 +192,10 @@ def match_tokenizer(folder: Path, described: dict, tokenizer: Tokenizer) -> None
 
 
 def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
-    """Check sizes and hashes; with `trust`, skip the hash of a file untouched since it was last found good."""
+    """Check sizes and hashes; with `trust`, skip the hash of a file untouched since it was last found good.
+
+    Several processes may do so at once. Where the note cannot be written, the next one hashes again.
+    """
     path = folder / VERIFIED
     try:
         known = json.loads(path.read_bytes()) if trust else {}
@@ -204,4 +209,7 @@ def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
             check_hash(folder, shard)
             good[shard.file] = stamp
     if good != known and os.access(folder, os.W_OK):
-        write_whole(path, json.dumps(good).encode())
+        try:
+            write_whole(path, json.dumps(good).encode())
+        except OSError as error:
+            logger.info("the shards are good, but that could not be noted: %s", error)
