@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from skipless.train.loop import train
 from skipless.train.metrics import read_metrics
 
 RUN = """
-import sys, warnings
+import faulthandler, sys
 from pathlib import Path
+faulthandler.dump_traceback_later(200)  # where it hangs, if it does
 import torch
 torch.set_num_threads(1)
 from skipless.train.config import Experiment
@@ -28,21 +31,36 @@ def changed(experiment: Experiment, **fields) -> Experiment:
     return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **fields))
 
 
-def by_two(experiment: Experiment, folder, tmp_path) -> None:
-    """The run in two processes, as torchrun starts them."""
+def launched(experiment: Experiment, folder, tmp_path) -> subprocess.Popen:
+    """The run in two processes, as torchrun starts them, and in a group of their own, as a terminal has it."""
     script, settings = tmp_path / "run.py", tmp_path / "experiment.json"
     script.write_text(RUN)
     settings.write_text(experiment.to_json())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.Popen(
         [*launcher, str(script), str(settings), str(folder)],
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        env=environment,
-        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def ended(run: subprocess.Popen, seconds: float) -> str:
+    """What it said until its end, which comes within `seconds`; it is killed otherwise, and said where it hung."""
+    try:
+        return run.communicate(timeout=seconds)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        raise AssertionError(f"still running after {seconds} s:\n{run.communicate()[1]}") from None
+
+
+def by_two(experiment: Experiment, folder, tmp_path) -> None:
+    """The run in two processes, to its end."""
+    run = launched(experiment, folder, tmp_path)
+    complaint = ended(run, 240)
+    assert run.returncode == 0, complaint
 
 
 def losses(folder) -> list[float]:
@@ -91,3 +109,16 @@ def _forget_the_second_half(folder, experiment: Experiment) -> None:
     (folder / "finished.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "step-000024")
     (folder / "experiment.json").write_text(experiment.to_json())
+
+
+def test_ctrl_c_stops_all_processes_after_the_same_step(experiment, tmp_path):
+    """A terminal's Ctrl-C reaches each of them at another step, and torchrun hands it on a second time."""
+    experiment = changed(experiment, steps=4000, checkpoint_every=0, eval_every=0, log_every=3, strategy="fsdp")
+    run, metrics = launched(experiment, tmp_path / "run", tmp_path), tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text()) and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    complaint, last = ended(run, 60), read_metrics(tmp_path / "run")[-1]["step"]
+    assert last % 3 == 0 and complaint.count(f"stopped after step {last}; go on with --resume") == 2, complaint
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]

@@ -36,10 +36,9 @@ class World:
             value = value / self.size
         return value
 
-    def wait(self) -> None:
-        """Until all processes are here."""
-        if self.size > 1:
-            dist.barrier()
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in any process, on every one."""
+        return flag if self.size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
 
 
 @contextmanager

@@ -2,16 +2,21 @@
 
 import signal
 import threading
+import time
+
+ECHO = 1.0  # seconds: torchrun hands a terminal's Ctrl-C on to processes that had it already
 
 
 class StopRequest:
     """While it is entered, SIGINT and SIGTERM set `asked` instead of ending the process in the middle of an update.
 
-    A second signal ends it as usual. Outside the main thread, where Python delivers no signals, it does nothing.
+    A second signal, more than ECHO seconds after the first, ends it as usual. Outside the main thread, where Python
+    delivers no signals, it does nothing.
     """
 
     def __init__(self):
         self.asked = False
+        self._first = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -24,6 +29,7 @@ class StopRequest:
             signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
 
     def _note(self, number: int, frame: object) -> None:
-        if self.asked:
+        if self.asked and time.monotonic() - self._first > ECHO:
             raise KeyboardInterrupt
-        self.asked = True
+        if not self.asked:
+            self.asked, self._first = True, time.monotonic()

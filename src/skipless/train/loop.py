@@ -95,7 +95,7 @@ def _train_to_end(session: Session) -> None:
         for step in range(progress.step, config.steps):
             pending.append(advance(step, next(batches)))
             due = (step + 1) % config.log_every == 0 or step + 1 == config.steps or _saves(session, step + 1)
-            stopping = stop.asked or session.ending.due
+            stopping = _stops(session, stop, due)
             if due or stopping:
                 session.gradient_scale = step_once.gradient_scale
                 _flush(session, step, pending, watch, began)
@@ -106,7 +106,20 @@ def _train_to_end(session: Session) -> None:
             if stopping and progress.step < config.steps:
                 session.checkpoint()
                 words = f"stopped after step {progress.step}; go on with --resume"
-                raise KeyboardInterrupt(words) if stop.asked else TimeUp(words)
+                raise stopping(words)
+
+
+def _stops(session: Session, stop: StopRequest, due: bool) -> type[BaseException] | None:
+    """With what the run ends after this step: Ctrl-C, its time, or (None) not at all.
+
+    A signal reaches each process at another step. All stop after the same one, the next that is logged.
+    """
+    world = session.world
+    if world.size > 1 and not due:
+        return None
+    if world.any(stop.asked):
+        return KeyboardInterrupt
+    return TimeUp if world.any(session.ending.due) else None
 
 
 def _saves(session: Session, step: int) -> bool:
