@@ -325,6 +325,10 @@ def test_list(reproduce) -> None:
     assert "tiny: all" in rows["training-kernels"]
     assert "Table 3" in rows["depth"]
     assert "estimates" in out
+    assert rows["kernels"].endswith("nothing")
+    Path("results/kernels.json").write_text("{}")
+    again, _ = reproduce("--list", data=False)
+    assert next(line for line in again.splitlines() if line.startswith("kernels ")).endswith("all")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def show(out: Path) -> None:
     console = Console()
     folders: dict[str, ResultsFolder] = {name: ResultsFolder(out, name) for name in SCALES}
     head = ["item", "paper", *(f"{name}: runs, {_MACHINES[name].name}" for name in SCALES), "done"]
-    lines = [_line(item, folders) for item in ITEMS.values()]
+    lines = [_line(item, folders, out) for item in ITEMS.values()]
     print_table(console, head, lines, [""] * len(lines))
     words = (
         "\nTimes are estimates from FLOP and the number of blocks, for one run after another; runs that items share "
@@ -34,9 +34,10 @@ def show(out: Path) -> None:
     console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
-def _line(item: Item, folders: dict[str, ResultsFolder]) -> list[str]:
+def _line(item: Item, folders: dict[str, ResultsFolder], out: Path) -> list[str]:
     if item.kernels:
-        return [item.name, item.reference, *("0, 10 s" for _ in SCALES), "–"]
+        there = (out / f"{item.name}.json").is_file()
+        return [item.name, item.reference, *("0, 30 s" for _ in SCALES), "all" if there else "nothing"]
     costs, done = [], []
     for name, scale in SCALES.items():
         texts = folders[name].texts()
