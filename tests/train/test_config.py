@@ -29,6 +29,11 @@ def test_any_field_can_be_set_and_dependent_ones_together():
     assert (changed.data.corpus, changed.train.compile) == ("a=b.txt", False)
 
 
+@pytest.mark.parametrize("text", ["value,output", '["value", "output"]', "('value', 'output')"])
+def test_a_list_may_be_written_as_json_or_python_has_it(text):
+    assert small().override(f"optimizer.keep_orthogonal={text}").optimizer.keep_orthogonal == ("value", "output")
+
+
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
@@ -43,6 +48,7 @@ def test_any_field_can_be_set_and_dependent_ones_together():
         ("train.warmup=100", "leaves no step of 100"),
         ("train.steps=0", "train.steps is 0"),
         ("optimizer.name=adm", "adam"),
+        ("optimizer.role_rates={value: 2}", "optimizer.role_rates is '{value: 2}', which is not JSON"),
     ],
 )
 def test_a_wrong_override_is_named_with_a_remedy(assignment, words):

@@ -148,7 +148,8 @@ def parse(text: str, hint: Any, name: str) -> Any:
             raise ValueError(f"{name} is {text!r}; it must be one of {', '.join(map(repr, args))}")
         return text
     if origin is tuple:
-        return tuple(parse(part.strip(), args[0], name) for part in text.strip("()[]").split(",") if part.strip())
+        parts = (part.strip().strip("\"'") for part in text.strip("()[]").split(","))
+        return tuple(parse(part, args[0], name) for part in parts if part)
     if hint is bool:
         if text.lower() not in ("true", "false", "1", "0"):
             raise ValueError(f"{name} is {text!r}; it must be true or false")
@@ -161,7 +162,10 @@ def parse(text: str, hint: Any, name: str) -> Any:
             raise ValueError(f"{name} is {text!r}; it must be {kind}") from None
     if hint is str:
         return text
-    return json.loads(text)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'{name} is {text!r}, which is not JSON ({error}); write it as {{"value": 0.5}}') from None
 
 
 def _parse_union(text: str, kinds: tuple, name: str) -> Any:
