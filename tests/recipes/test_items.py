@@ -52,6 +52,15 @@ def test_rounding_takes_its_runs_in_bfloat16_from_depth(text: Text) -> None:
         assert ITEMS["rounding"].arm(f"e-spa-{depth}/fp16").experiment(scale, text, 3e-5).train.precision == "fp16"
 
 
+def test_depth_kept_takes_its_runs_without_it_from_depth(text: Text) -> None:
+    scale = SCALES["small"]
+    for depth in (72, 108):
+        ours, theirs = (ITEMS[name].arm(f"e-spa-{depth}") for name in ("depth-kept", "depth"))
+        assert run_key(ours.experiment(scale, text, 3e-5), text) == run_key(theirs.experiment(scale, text, 3e-5), text)
+    kept = ITEMS["depth-kept"].arm("e-spa-108/muon/kept").experiment(scale, text, 1e-3).optimizer
+    assert (kept.name, kept.keep_orthogonal) == ("muon", ("value", "output", "up", "down"))
+
+
 def test_the_paper_size_is_appendix_h(text: Text) -> None:
     scale = SCALES["paper"]
     wikitext = ITEMS["baselines"].arm("e-spa").experiment(scale, text, 3e-5)
@@ -180,7 +189,7 @@ def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean small\?"):
         scale_named("smal")
     assert [item.name for item in items_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
-    assert len(items_named(["all"])) == len(ITEMS) == 20
+    assert len(items_named(["all"])) == len(ITEMS) == 21
 
 
 def test_two_arms_of_one_name_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Items of our own: with Muon, what in E-SPA itself closes the rest of the gap to Pre-LN; and what rounding costs.
+"""Items of our own: with Muon, what in E-SPA itself closes the rest of the gap to Pre-LN; what rounding costs, and what
+holds great depth together.
 
 Their bands were written before their first run. Those on γ_L follow from a network of 12 blocks × 64 on a CPU, where a
 faster decay and exact calibration learned sooner than App. H's γ_L = 0.005. That biases hardly matter is a guess: they
@@ -9,14 +10,19 @@ Those on rounding were written after 108 blocks had diverged in bfloat16 at all 
 before any run in float16 on a GPU. In bfloat16 rounding moves the output of 72 and 108 blocks by a fifth to a half of
 what tells locations apart, at the start and on a CPU; in float16 by 3 to 9 %. Rounding may not be why: on a CPU, with
 256 tokens a step at 5e-5, 108 blocks diverged after 145 steps as bfloat16 rounds and after 345 in float32.
+
+Those on depth kept orthogonal were written after the same run on a CPU, with matrices kept so, had passed that step
+without the spikes that came before it (one seed, float32). None had run on a GPU. What grows without bounds in a deep
+product of matrices is their singular values; kept orthogonal, they stay where they start.
 """
 
 from skipless.model.presets import REPEAT_RATE
 from skipless.ops.precision import Precision
-from skipless.recipes.reproduce.arm import Arm
+from skipless.recipes.reproduce.arm import Arm, Optimizer
 from skipless.recipes.reproduce.bands import Learns, Lower, Match
 from skipless.recipes.reproduce.item import Item
 from skipless.theory.schemes import Calibration, ExponentialSPA
+from skipless.train.optim.config import ORTHOGONAL_ROLES
 
 
 def _shaped(gamma: float, calibration: Calibration = "paper") -> Arm:
@@ -80,5 +86,30 @@ ROUNDING = Item(
         Lower("e-spa-108/fp16", "e-spa-108/bf16"),
         Lower("e-spa-72/fp16", "e-spa-72/bf16"),
         Match("e-spa-36/fp16", "e-spa-36/bf16", 0.05),
+    ),
+)
+
+
+def _deep(depth: int, kept: bool, optimizer: Optimizer = "adam") -> Arm:
+    ways = [optimizer] * (optimizer != "adam") + ["kept"] * kept
+    label = ", ".join([f"{depth} blocks", optimizer.capitalize()] + ["kept orthogonal"] * kept)
+    roles = ORTHOGONAL_ROLES if kept else ()
+    name = f"e-spa-{depth}" + "".join(f"/{way}" for way in ways)
+    return Arm(name, label, f"depth/e-spa-{depth}", optimizer=optimizer, keep_orthogonal=roles)
+
+
+DEPTH_KEPT = Item(
+    "depth-kept",
+    "Vanilla E-SPA by depth, its matrices kept orthogonal, with Adam and with Muon",
+    "beyond the paper, whose matrices only start so",
+    (
+        *(_deep(depth, kept) for depth in (72, 108) for kept in (False, True)),
+        *(_deep(108, kept, "muon") for kept in (False, True)),
+    ),
+    (
+        Learns("e-spa-108/kept"),
+        Lower("e-spa-108/kept", "e-spa-108"),
+        Lower("e-spa-72/kept", "e-spa-72"),
+        Lower("e-spa-108/muon/kept", "e-spa-108/muon"),
     ),
 )
