@@ -11,9 +11,9 @@ before any run in float16 on a GPU. In bfloat16 rounding moves the output of 72 
 what tells locations apart, at the start and on a CPU; in float16 by 3 to 9 %. Rounding may not be why: on a CPU, with
 256 tokens a step at 5e-5, 108 blocks diverged after 145 steps as bfloat16 rounds and after 345 in float32.
 
-Those on depth kept orthogonal were written after the same run on a CPU, with matrices kept so, had passed that step
-without the spikes that came before it (one seed, float32). None had run on a GPU. What grows without bounds in a deep
-product of matrices is their singular values; kept orthogonal, they stay where they start.
+Those on depth kept orthogonal were written while the same run on a CPU, with matrices kept so, had passed step 345
+without the spikes that came before it (one seed, float32); it diverged at step 490. None had run on a GPU. In a deep
+product of matrices singular values grow without bounds; kept orthogonal, they stay where they start.
 """
 
 from skipless.model.presets import REPEAT_RATE
