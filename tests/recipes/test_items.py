@@ -52,13 +52,13 @@ def test_rounding_takes_its_runs_in_bfloat16_from_depth(text: Text) -> None:
         assert ITEMS["rounding"].arm(f"e-spa-{depth}/fp16").experiment(scale, text, 3e-5).train.precision == "fp16"
 
 
-def test_depth_kept_takes_its_runs_without_it_from_depth(text: Text) -> None:
+def test_depth_steady_takes_its_plain_runs_from_depth(text: Text) -> None:
     scale = SCALES["small"]
     for depth in (72, 108):
-        ours, theirs = (ITEMS[name].arm(f"e-spa-{depth}") for name in ("depth-kept", "depth"))
+        ours, theirs = (ITEMS[name].arm(f"e-spa-{depth}") for name in ("depth-steady", "depth"))
         assert run_key(ours.experiment(scale, text, 3e-5), text) == run_key(theirs.experiment(scale, text, 3e-5), text)
-    kept = ITEMS["depth-kept"].arm("e-spa-108/muon/kept").experiment(scale, text, 1e-3).optimizer
-    assert (kept.name, kept.keep_orthogonal) == ("muon", ("value", "output", "up", "down"))
+    slow = ITEMS["depth-steady"].arm("e-spa-108/slow-mlp").experiment(scale, text, 1e-3).optimizer
+    assert (slow.rates["up"], slow.rates["down"], slow.rates["value"]) == (2e-4, 2e-4, 1e-3)
 
 
 def test_the_paper_size_is_appendix_h(text: Text) -> None:

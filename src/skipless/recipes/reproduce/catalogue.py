@@ -28,7 +28,7 @@ ITEMS: dict[str, Item] = {
         items_closing.CLOSING,
         items_closing.KEPT_ORTHOGONAL,
         items_closing.ROUNDING,
-        items_closing.DEPTH_KEPT,
+        items_closing.DEPTH_STEADY,
     )
 }
 
