@@ -121,7 +121,13 @@ def test_no_room_on_the_disk_and_room_again(text, tmp_path):
 def test_ctrl_c_leaves_a_folder_to_resume(tmp_path, options):
     """While the tokenizer trains, and while shards are written."""
     arguments = [*COMMAND, "stdlib", "--out", str(tmp_path / "out"), *options]
-    run = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a runner in the background ignores it
+    )
     awaited = "options.json" if "--vocab" in options else "train-00003.bin"
     while not (tmp_path / "out" / awaited).exists():
         assert run.poll() is None

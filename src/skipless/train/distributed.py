@@ -36,6 +36,15 @@ class World:
             value = value / self.size
         return value
 
+    def wait(self) -> None:
+        """Until all processes are here.
+
+        Also to be called before a process ends: gloo's threads drop the tensors of the last exchange a moment after it,
+        and Python aborts if it is being torn down then. FSDP keeps these threads alive beyond the group's end.
+        """
+        if self.size > 1:
+            dist.barrier()
+
     def any(self, flag: bool) -> bool:
         """Whether it is so in any process, on every one."""
         return flag if self.size == 1 else self.mean(torch.tensor(float(flag), device=self.device)).item() > 0
@@ -56,7 +65,9 @@ def join_world(device: str | None = None):
     if started:
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
-        yield World(rank, size, place)
+        world = World(rank, size, place)
+        yield world
+        world.wait()  # not after an error, which other processes may not share
     finally:
         if started:
             dist.destroy_process_group()

@@ -105,8 +105,8 @@ def _train_to_end(session: Session) -> None:
                 pending, began = [], time.perf_counter()
             if stopping and progress.step < config.steps:
                 session.checkpoint()
-                words = f"stopped after step {progress.step}; go on with --resume"
-                raise stopping(words)
+                world.wait()
+                raise stopping(f"stopped after step {progress.step}; go on with --resume")
 
 
 def _stops(session: Session, stop: StopRequest, due: bool) -> type[BaseException] | None:
