@@ -22,8 +22,10 @@ faulthandler.dump_traceback_later(200)  # where it hangs, if it does
 import torch
 torch.set_num_threads(1)
 from skipless.train.config import Experiment
+from skipless.train.distributed import leave
 from skipless.train.loop import train
 train(Experiment.from_json(Path(sys.argv[1]).read_text()), sys.argv[2], resume=True, device="cpu", quiet=True)
+leave()
 """
 
 

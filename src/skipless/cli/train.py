@@ -51,6 +51,7 @@ def chosen(name: str, data: Path | None, assignments: list[str]):
 
 def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:
     from skipless.recipes.data import with_data
+    from skipless.train.distributed import leave
     from skipless.train.divergence import Diverged
     from skipless.train.loop import train
 
@@ -67,3 +68,4 @@ def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: b
     if result.valid is not None:
         print(f"validation loss {result.valid.loss:.4f}, perplexity {result.valid.perplexity:.2f}")
     print(f"weights: {result.weights}")
+    leave()
