@@ -128,6 +128,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from skipless.train.distributed import leave
 
 def shard(model):
     mesh = init_device_mesh("cpu", (2,))
@@ -186,6 +187,7 @@ dist.destroy_process_group()
 if rank == 0:
     for name in NAMES:
         load("fsdp", "plain", name)
+leave()
 """
 
 
