@@ -56,7 +56,7 @@ def carry_out(order: Order) -> Record | None:
         return None
     finally:
         seconds = round(before + time.monotonic() - began, 2)
-        if order.folder.is_dir():
+        if (order.folder / EXPERIMENT).is_file():  # or a run that never began would leave files of no run
             write_whole(order.folder / _SPENT, f"{seconds}\n".encode())
         _release()
     outcome |= {"seconds": seconds, "jobs": order.jobs}
@@ -83,7 +83,9 @@ def _trained(order: Order) -> dict[str, Any]:
 
 def _clear_other(order: Order) -> None:
     """Remove what an interrupted call with other settings of speed or logs, or another path to its text, has left."""
-    if (order.folder / EXPERIMENT).is_file() and read_experiment(order.folder) != order.job.experiment:
+    if not (order.folder / EXPERIMENT).is_file():
+        (order.folder / _SPENT).unlink(missing_ok=True)  # of a run that never began
+    elif read_experiment(order.folder) != order.job.experiment:
         shutil.rmtree(order.folder)
 
 

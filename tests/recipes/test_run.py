@@ -1,0 +1,30 @@
+"""A run of `reproduce` that is stopped before it has begun."""
+
+from pathlib import Path
+
+import pytest
+
+from skipless.recipes.reproduce import run as run_module
+from skipless.recipes.reproduce.catalogue import ITEMS
+from skipless.recipes.reproduce.job import Setting, make_job
+from skipless.recipes.reproduce.run import Order, carry_out
+from skipless.recipes.reproduce.scale import SCALES
+from skipless.recipes.reproduce.text import Text
+
+
+def test_a_run_stopped_before_it_began_leaves_no_files_of_no_run(tmp_path: Path, monkeypatch) -> None:
+    text, item = Text("none", 256, 0.05, 3.2, 0, ""), ITEMS["baselines"]
+    job = make_job(item, item.arms[0], Setting.of(SCALES["tiny"], text), 1e-4)
+
+    def stopped(experiment, folder: Path, **_) -> None:
+        folder.mkdir(exist_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(Order(job, text, "tiny", tmp_path / "run"))
+    assert not list((tmp_path / "run").iterdir())
+    (tmp_path / "run" / "spent.txt").write_text("1.0\n")  # as earlier versions left it
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(Order(job, text, "tiny", tmp_path / "run"))
+    assert not list((tmp_path / "run").iterdir())
