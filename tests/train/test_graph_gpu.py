@@ -77,10 +77,10 @@ def test_a_captured_run_resumes_from_its_checkpoint(experiment, tmp_path, name, 
     train(asked, tmp_path / "whole", device="cuda", quiet=True)
     honest = loop.check_finite
 
-    def stops(model, first, values, norms):
+    def stops(model, first, values, norms, scale):
         if first == 14:
             raise Diverged(14, "stopped by the test")
-        honest(model, first, values, norms)
+        honest(model, first, values, norms, scale)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "check_finite", stops)

@@ -160,3 +160,44 @@ def test_vectors_and_half_precision_are_refused():
         SOAP([nn.Parameter(torch.zeros(3))])
     with pytest.raises(ValueError, match="float32"):
         SOAP([nn.Parameter(torch.zeros(3, 3, dtype=torch.bfloat16))])
+
+
+def test_matrices_in_one_batch_are_updated_as_each_alone(monkeypatch):
+    """Of two shapes, one without gradients at first, and no more of a shape at a time than two."""
+    from skipless.train.optim import soap as module
+
+    monkeypatch.setattr(module, "_BATCH_ENTRIES", 2 * 6**2)
+    shapes = [(4, 6), (5, 5), (4, 6), (4, 6), (4, 6)]
+    weights = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    settings = {"lr": 0.03, "betas": (0.9, 0.95), "precondition_every": 3, "weight_decay": 0.1}
+    together = [nn.Parameter(weight.clone()) for weight in weights]
+    alone = [nn.Parameter(weight.clone()) for weight in weights]
+    batched, singles = SOAP(together, **settings), [SOAP([parameter], **settings) for parameter in alone]
+    for step in range(8):
+        for index, shape in enumerate(shapes):
+            gradient = None if index == 2 and step < 2 else torch.tensor(gradients(shape, 1, seed=10 * step + index)[0])
+            together[index].grad, alone[index].grad = gradient, gradient
+        batched.step()
+        for single in singles:
+            single.step()
+    for ours, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_bases_by_cholesky_give_the_same_updates(monkeypatch):
+    """As on a GPU: columns of other signs, and eigenvalues moved by 1e-6 of the largest."""
+    from skipless.train.optim import bases
+
+    def trained():
+        parameter = nn.Parameter(torch.zeros(8, 6, dtype=torch.float64))
+        optimizer = SOAP([parameter], lr=0.03, precondition_every=2)
+        for gradient in gradients((8, 6), 30):
+            parameter.grad = torch.tensor(gradient)
+            optimizer.step()
+        return parameter.detach()
+
+    householder = trained()
+    monkeypatch.setattr(bases, "_many_at_once", lambda images: True)
+    monkeypatch.setattr(torch.linalg, "qr", None)
+    cholesky = trained()
+    torch.testing.assert_close(cholesky, householder, rtol=0, atol=1e-3 * float(householder.abs().max()))

@@ -13,21 +13,22 @@ MANTISSAS = (1, 2, 3, 5)
 MOST_BEYOND = 3
 SAME = 0.01  # nats: two seeds differ by as much
 
-# At 36 blocks × 512 over 3,000 steps. Vanilla and Pre-LN with Adam and Muon and weighted skips are measured; SOAP takes
-# Adam's, whose step size it shares, and networks with one of two skips lie between those with none and both.
+# At 36 blocks × 512 over 3,000 steps. Vanilla and Pre-LN with Adam and Muon and weighted skips are measured; networks
+# with one of two skips lie between those with none and both. SOAP, whose step size is Adam's, takes Adam's best rate
+# at `small`, found before SOAP was first run there.
 EXPECTED: dict[tuple[str, str], float] = {
     ("skipless", "adam"): 3e-5,
     ("skipless", "muon"): 1e-3,
-    ("skipless", "soap"): 3e-5,
+    ("skipless", "soap"): 1e-4,
     ("one-skip", "adam"): 1e-4,
     ("one-skip", "muon"): 2e-3,
-    ("one-skip", "soap"): 1e-4,
+    ("one-skip", "soap"): 2e-4,
     ("weighted", "adam"): 5e-4,
     ("weighted", "muon"): 5e-3,
-    ("weighted", "soap"): 5e-4,
+    ("weighted", "soap"): 1e-3,
     ("residual", "adam"): 5e-4,
     ("residual", "muon"): 1e-2,
-    ("residual", "soap"): 5e-4,
+    ("residual", "soap"): 1e-3,
 }
 
 

@@ -1,14 +1,18 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner. Vyas et al. 2024, Algorithms 3 and 4."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from skipless.train.optim.bases import eigenvectors, power_step
 from skipless.train.optim.sharding import gathered, resharded
 
 _SIDES = ("left", "right")
+_BATCH_ENTRIES = 2**26  # of the bases of one side of a batch: a quarter of a GB, and a few such live at once
+
+States = Sequence[dict[str, Tensor]]
 
 
 class SOAP(torch.optim.Optimizer):
@@ -21,8 +25,9 @@ class SOAP(torch.optim.Optimizer):
     the eigenvalues they stand for, as the authors' code does. A side longer than max_precondition_width keeps the
     identity. The first gradient only sets up the bases and moves nothing.
 
-    The step's number is kept on the host: steps do not wait for the device, but those that renew a basis may, so the
-    step cannot be captured in a CUDA graph. Sharded parameters (FSDP2) are gathered; every rank holds the whole state.
+    Matrices of one group and shape are computed as one batch. The step's number is kept on the host: steps do not wait
+    for the device, but those that renew a basis do, so the step cannot be captured in a CUDA graph. Sharded parameters
+    (FSDP2) are gathered; every rank holds the whole state.
     """
 
     def __init__(
@@ -56,28 +61,37 @@ class SOAP(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter, gathered(parameter.grad))
+            for parameters in self._batches(group):
+                self._update(group, parameters)
         return loss
 
-    def _update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
-        state = self.state[parameter]
+    def _batches(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
+        """Parameters alike in shape and number of updates, as many at a time as _BATCH_ENTRIES allows."""
+        alike: dict[Any, list[Tensor]] = {}
+        for p in group["params"]:
+            if p.grad is not None:
+                updates = int(self.state[p]["step"]) if self.state[p] else None
+                alike.setdefault((p.shape, p.device, p.dtype, updates), []).append(p)
+        for (shape, *_), parameters in alike.items():
+            most = max(_BATCH_ENTRIES // max(shape) ** 2, 1)
+            yield from (parameters[start : start + most] for start in range(0, len(parameters), most))
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        states: States = [self.state[p] for p in parameters]
+        gradients = torch.stack([gathered(cast(Tensor, p.grad)) for p in parameters])
         beta = group["betas"][1]
-        if not state:
-            state.update(_initial_state(gradient, group["max_precondition_width"]))
-            _average_products(state, gradient, beta)
-            for side in _bases(state):
-                state[f"{side}_basis"] = _eigenvectors(state[f"{side}_average"])
+        if not states[0]:
+            _start(states, gradients, beta, group["max_precondition_width"])
             return
-        state["step"] += 1
-        direction = _direction(state, gradient, group["betas"], group["eps"])
+        for state in states:
+            state["step"] += 1
+        changes = (_directions(states, gradients, group["betas"], group["eps"]) * group["lr"]).unbind()
         if group["weight_decay"]:
-            parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-        parameter.sub_(resharded(direction * group["lr"], parameter))
-        _average_products(state, gradient, beta)
-        if int(state["step"]) % group["precondition_every"] == 0:
-            _renew_bases(state)
+            torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(parameters, [resharded(c, p) for c, p in zip(changes, parameters, strict=True)])
+        _average_products(states, gradients, beta)
+        if int(states[0]["step"]) % group["precondition_every"] == 0:
+            _renew_bases(states)
 
 
 def _check_parameter(parameter: Tensor) -> None:
@@ -89,62 +103,68 @@ def _check_parameter(parameter: Tensor) -> None:
         )
 
 
-def _initial_state(gradient: Tensor, widest: int) -> dict[str, Tensor]:
-    """Zeros; bases and averaged products only for sides that are not too long."""
-    state = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
-    for side, width in zip(_SIDES, gradient.shape, strict=True):
-        if width <= widest:
-            state[f"{side}_average"] = gradient.new_zeros(width, width)
-            state[f"{side}_basis"] = torch.eye(width, dtype=gradient.dtype, device=gradient.device)
-    return state
+def _start(states: States, gradients: Tensor, beta: float, widest: int) -> None:
+    """Zeros, and from the first gradients averaged products and bases; only for sides that are not too long."""
+    for state, gradient in zip(states, gradients, strict=True):
+        state["step"] = torch.zeros(())
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+        for side, width in zip(_SIDES, gradient.shape, strict=True):
+            if width <= widest:
+                state[f"{side}_average"] = gradient.new_zeros(width, width)
+                state[f"{side}_basis"] = torch.empty_like(state[f"{side}_average"])
+    _average_products(states, gradients, beta)
+    for side in _turned(states):
+        torch._foreach_copy_(_all(states, f"{side}_basis"), eigenvectors(_stack(states, f"{side}_average")).unbind())
 
 
-def _bases(state: dict[str, Tensor]) -> list[str]:
-    return [side for side in _SIDES if f"{side}_basis" in state]
+def _all(states: States, name: str) -> list[Tensor]:
+    return [state[name] for state in states]
 
 
-def _direction(state: dict[str, Tensor], gradient: Tensor, betas: tuple[float, float], eps: float) -> Tensor:
-    """Q_L[(Q_LᵀM̂Q_R)/(√V̂ + ε)]Q_Rᵀ, after M and V have taken in the gradient."""
-    step, average, squares = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
-    average.lerp_(gradient, 1.0 - betas[0])
-    rotated = _rotate(state, gradient)
-    squares.mul_(betas[1]).addcmul_(rotated, rotated, value=1.0 - betas[1])
-    scale = (squares / (1.0 - betas[1] ** step)).sqrt_().add_(eps)
-    return _rotate(state, _rotate(state, average) / scale, back=True) / (1.0 - betas[0] ** step)
+def _stack(states: States, name: str) -> Tensor:
+    return torch.stack(_all(states, name))
 
 
-def _rotate(state: dict[str, Tensor], matrix: Tensor, back: bool = False) -> Tensor:
+def _turned(states: States) -> list[str]:
+    """The sides that have bases."""
+    return [side for side in _SIDES if f"{side}_basis" in states[0]]
+
+
+def _directions(states: States, gradients: Tensor, betas: tuple[float, float], eps: float) -> Tensor:
+    """Q_L[(Q_LᵀM̂Q_R)/(√V̂ + ε)]Q_Rᵀ, after M and V have taken in the gradients."""
+    step = int(states[0]["step"])
+    averages, squares = _all(states, "exp_avg"), _all(states, "exp_avg_sq")
+    bases = {side: _stack(states, f"{side}_basis") for side in _turned(states)}
+    torch._foreach_lerp_(averages, gradients.unbind(), 1.0 - betas[0])
+    rotated = _rotate(bases, gradients).unbind()
+    torch._foreach_mul_(squares, betas[1])
+    torch._foreach_addcmul_(squares, rotated, rotated, value=1.0 - betas[1])
+    scale = (torch.stack(squares) / (1.0 - betas[1] ** step)).sqrt_().add_(eps)
+    return _rotate(bases, _rotate(bases, torch.stack(averages)) / scale, back=True) / (1.0 - betas[0] ** step)
+
+
+def _rotate(bases: dict[str, Tensor], matrices: Tensor, back: bool = False) -> Tensor:
     """Q_LᵀXQ_R, or Q_LXQ_Rᵀ on the way back."""
-    left, right = state.get("left_basis"), state.get("right_basis")
+    left, right = bases.get("left"), bases.get("right")
     if left is not None:
-        matrix = (left if back else left.mT) @ matrix
+        matrices = (left if back else left.mT) @ matrices
     if right is not None:
-        matrix = matrix @ (right.mT if back else right)
-    return matrix
+        matrices = matrices @ (right.mT if back else right)
+    return matrices
 
 
-def _average_products(state: dict[str, Tensor], gradient: Tensor, beta: float) -> None:
+def _average_products(states: States, gradients: Tensor, beta: float) -> None:
     """GGᵀ on the left, GᵀG on the right."""
-    for side in _bases(state):
-        factor = gradient if side == "left" else gradient.mT
-        state[f"{side}_average"].addmm_(factor, factor.mT, beta=beta, alpha=1.0 - beta)
+    for side in _turned(states):
+        factors = gradients if side == "left" else gradients.mT
+        torch._foreach_lerp_(_all(states, f"{side}_average"), (factors @ factors.mT).unbind(), 1.0 - beta)
 
 
-def _eigenvectors(matrix: Tensor) -> Tensor:
-    """Columns from the largest eigenvalue down. Where float32 does not converge, float64 does."""
-    try:
-        vectors = torch.linalg.eigh(matrix).eigenvectors
-    except torch.linalg.LinAlgError:
-        vectors = torch.linalg.eigh(matrix.double()).eigenvectors.to(matrix.dtype)
-    return vectors.flip(-1).contiguous()
-
-
-def _renew_bases(state: dict[str, Tensor]) -> None:
-    for axis, side in enumerate(_SIDES):
-        if side not in _bases(state):
-            continue
-        basis = state[f"{side}_basis"]
-        product = state[f"{side}_average"] @ basis
-        order = (basis * product).sum(dim=0).argsort(descending=True, stable=True)
-        basis.copy_(torch.linalg.qr(product[:, order]).Q)
-        state["exp_avg_sq"].copy_(state["exp_avg_sq"].index_select(axis, order))
+def _renew_bases(states: States) -> None:
+    for side in _turned(states):
+        bases, order = power_step(_stack(states, f"{side}_average"), _stack(states, f"{side}_basis"))
+        torch._foreach_copy_(_all(states, f"{side}_basis"), bases.unbind())
+        squares = _stack(states, "exp_avg_sq")
+        index = order.unsqueeze(-1 if side == "left" else -2).expand_as(squares)
+        moved = squares.gather(-2 if side == "left" else -1, index)
+        torch._foreach_copy_(_all(states, "exp_avg_sq"), moved.unbind())
