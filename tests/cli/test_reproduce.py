@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
@@ -243,6 +244,19 @@ def test_the_budget_is_kept(reproduce, instant: list[Order], data: Path, monkeyp
     crew = Crew([ITEMS["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
     assert len(crew.work()) == 3
     assert [order.seconds for order in instant] == [8.0, 5.0]
+
+
+def test_a_gpu_lost_on_the_way_is_not_replaced_by_a_cpu(
+    reproduce, instant: list[Order], data: Path, monkeypatch
+) -> None:
+    seen = iter([True])
+    setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: next(seen, False))
+        Crew([ITEMS["baselines"]], setting, folder, Limits()).work()
+        assert {order.device for order in instant} == {"cuda"}
+        with pytest.raises(ValueError, match="torch sees no GPU"):
+            carry_out(instant[0])
 
 
 def test_a_run_whose_time_is_up_goes_on_later(reproduce, data: Path) -> None:

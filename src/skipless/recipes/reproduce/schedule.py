@@ -1,5 +1,6 @@
 """Runs jobs, one after another or several side by side, until none is missing or the time is up."""
 
+import functools
 import os
 import shutil
 import signal
@@ -162,18 +163,22 @@ class Crew:
         """The estimate, corrected by how the runs of this call compared with theirs."""
         return estimate.run_seconds(job.experiment, self._machine()) * (median(self._paces) if self._paces else 1.0)
 
-    def _machine(self) -> estimate.Machine:
+    @functools.cached_property
+    def _device(self) -> str:
+        """Chosen once: a worker whose GPU is lost on the way fails, and does not go on by itself on a CPU."""
         import torch
 
-        on_gpu = torch.cuda.is_available() and not (self.limits.device or "cuda").startswith("cpu")
-        return estimate.H200 if on_gpu else estimate.CPU
+        return self.limits.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _machine(self) -> estimate.Machine:
+        return estimate.CPU if self._device.startswith("cpu") else estimate.H200
 
     def _order(self, job: Job) -> Order:
         limits, left = self.limits, self.limits.budget - (self.clock() - self._began)
         folder = self.results.run_folder(job.key)
         beside = 1 if job.exclusive else limits.jobs
         scale = self.setting.scale.name
-        return Order(job, self.setting.text, scale, folder, limits.device, left, beside, limits.tasks)
+        return Order(job, self.setting.text, scale, folder, self._device, left, beside, limits.tasks)
 
     def _take_in(self) -> None:
         """Wait for a run to end, and write its record before its folder goes."""
