@@ -122,6 +122,13 @@ def test_a_reproduction_that_agrees_and_one_that_does_not(text: Text, fake) -> N
     assert "All runs are done." in page
 
 
+def test_arms_left_to_the_user_are_named(text: Text, fake) -> None:
+    item, setting = ITEMS["optimisers"], Setting.of(SCALES["small"], text)
+    page = markdown(gather(item, setting, filled("optimisers", setting, fake, {})))
+    assert "All runs are done. Only with `--arms all`, and not run: Pre-LN, SOAP; " in page
+    assert "E-SPA, Muon, W_V and W_O at 0.3" in page.splitlines()[-1]
+
+
 def test_nothing_run_is_said_so(text: Text) -> None:
     item, setting = ITEMS["baselines"], Setting.of(SCALES["small"], text)
     summary = gather(item, setting, {})

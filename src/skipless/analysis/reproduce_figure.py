@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import NullFormatter
 
 from skipless.analysis.figure_style import (
@@ -29,13 +30,15 @@ _STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))
 # Inches.
 _LEFT, _TOP, _CURVES, _SWEEP, _GAP, _HEIGHT, _LINE = 0.65, 1.05, 5.0, 3.4, 0.75, 3.6, 0.23
 _PANEL, _BETWEEN = 1.0, 0.12
+_WIDTH = _LEFT + _CURVES + _GAP + _SWEEP + 0.35
+_KEY, _KEY_SIZE = 0.38, 9  # where a line's words begin, and their size in points
 
 
 @dataclass(frozen=True, eq=False)
 class ArmCurve:
     """An arm: its smoothed training loss by step, its final loss as text, and the final loss of every rate tried.
 
-    Diverged rates have an infinite loss and are drawn at the top.
+    Diverged rates have an infinite loss and are drawn at the top. others: steps and losses of further seeds.
     """
 
     label: str
@@ -43,15 +46,22 @@ class ArmCurve:
     losses: Sequence[float]
     final: str
     sweep: Mapping[float, float]
+    others: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
+
+    @property
+    def words(self) -> str:
+        """Its line of the key."""
+        return f"{self.label}: {self.final}"
 
 
 @styled
 def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> Figure:
-    """Left: training loss of each arm at its best rate. Right: what every rate reached."""
+    """Left: training loss of each arm at its best rate, further seeds thinner. Right: what every rate reached."""
     below = _TOP + _HEIGHT + 0.7
-    page = Page(_LEFT + _CURVES + _GAP + _SWEEP + 0.35, below + _LINE * ((len(arms) + 1) // 2) + 0.2)
+    columns = 2 if all(_fits_a_column(arm.words) for arm in arms) else 1
+    page = Page(_WIDTH, below + _LINE * (-(-len(arms) // columns)) + 0.2)
     page.heading(0.3, heading.title, heading.subtitle)
-    ends = [arm.losses[-1] for arm in arms]
+    ends = [losses[-1] for arm in arms for losses in (arm.losses, *(other for _, other in arm.others))]
     top = max([unigram, *ends]) + 0.4
     curves, sweep = (
         page.axes(left, _TOP, width, _HEIGHT) for left, width in ((_LEFT, _CURVES), (_LEFT + _CURVES + _GAP, _SWEEP))
@@ -62,8 +72,10 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
             "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
         }
         curves.plot(arm.steps, arm.losses, **look)
-        _draw_sweep(sweep, arm.sweep, top - 0.1, look)
-        _key(page, number, below, arm, look)
+        for steps, losses in arm.others:
+            curves.plot(steps, losses, linewidth=0.8, **look)
+        _draw_sweep(sweep, arm.sweep, top - 0.1 - 0.03 * (number % 4), look)
+        _key(page, divmod(number, columns), below, arm, look)
     _finish(curves, sweep, unigram, (min([unigram, *ends]) - 0.3, top))
     _rate_axis(sweep, sorted({rate for arm in arms for rate in arm.sweep}))
     return page.figure
@@ -78,13 +90,17 @@ def _draw_sweep(axes: Axes, sweep: Mapping[float, float], ceiling: float, look: 
     axes.plot(lost, [ceiling] * len(lost), "x", color=look["color"], markersize=6)
 
 
-def _key(page: Page, number: int, top: float, arm: ArmCurve, look: dict[str, Any]) -> None:
-    """The arm's line, name and final loss, in two columns under the axes."""
-    left, line = _LEFT + (number % 2) * (page.width - _LEFT) / 2, top + _LINE * (number // 2)
+def _fits_a_column(words: str) -> bool:
+    return _KEY + TextPath((0, 0), words, size=_KEY_SIZE).get_extents().width / 72 < (_WIDTH - _LEFT) / 2 - 0.1
+
+
+def _key(page: Page, place: tuple[int, int], top: float, arm: ArmCurve, look: dict[str, Any]) -> None:
+    """The arm's line, name and final loss, in this row and column of two under the axes."""
+    left, line = _LEFT + place[1] * (page.width - _LEFT) / 2, top + _LINE * place[0]
     sample = page.axes(left, line - 0.05, 0.3, 0.1)
     sample.plot([0, 1], [0.5, 0.5], **look)
     sample.set_axis_off()
-    page.text(left + 0.38, line, f"{arm.label}: {arm.final}", fontsize=9, va="center")
+    page.text(left + _KEY, line, arm.words, fontsize=_KEY_SIZE, va="center")
 
 
 def _rate_axis(axes: Axes, rates: list[float]) -> None:

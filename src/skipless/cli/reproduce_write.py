@@ -74,7 +74,9 @@ def _picture(summary: Summary) -> Any:
             sweep = {rate: tried.train_loss for rate, tried in outcome.sweep.items()}
             sample = outcome.sample("train_loss")
             final = sample_text(sample, 2) if sample is not None else f"{record.train_loss:.2f} (unfinished)"
-            curves.append(ArmCurve(outcome.arm.label, steps, losses, final, sweep))
+            seeds = [run for run in outcome.runs.get(1.0, {}).values() if run.key != record.key and run.curve]
+            others = [([step for step, _ in run.curve], [loss for _, loss in run.curve]) for run in seeds]
+            curves.append(ArmCurve(outcome.arm.label, steps, losses, final, sweep, others))
     return reproduction(curves, setting.text.unigram, heading) if curves else None
 
 

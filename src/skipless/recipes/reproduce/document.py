@@ -155,10 +155,12 @@ def _sweeps(summary: Summary) -> str:
 
 
 def _missing(summary: Summary) -> str:
+    command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name} --data …"
+    further = [arm.label for arm in summary.item.arms if arm.name not in summary.outcomes]
+    more = f" Only with `--arms all`, and not run: {'; '.join(further)}." if further else ""
     if not summary.to_do:
-        return "All runs are done.\n"
-    command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name}"
-    return f"At least {summary.to_do} runs are still missing: `{command} --data …` goes on.\n"
+        return f"All runs are done.{more}\n"
+    return f"At least {summary.to_do} runs are still missing: `{command}` goes on.{more}\n"
 
 
 def _all_runs(outcome: Outcome) -> list[Record]:

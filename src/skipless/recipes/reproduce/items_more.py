@@ -49,7 +49,7 @@ _OPTIMISERS: dict[str, tuple[Optimizer, str]] = {
     "adam": ("adam", "Adam"),
     "muon": ("muon", "Muon"),
     "soap": ("soap", "SOAP"),
-    "muon-vo": ("muon", "Muon, 0.3 of the rate on W_V and W_O"),
+    "muon-vo": ("muon", "Muon, W_V and W_O at 0.3"),
 }
 _SLOWER = {"value": 0.3, "output": 0.3}
 
