@@ -34,6 +34,20 @@ def test_a_list_may_be_written_as_json_or_python_has_it(text):
     assert small().override(f"optimizer.keep_orthogonal={text}").optimizer.keep_orthogonal == ("value", "output")
 
 
+def test_a_mapping_is_set_by_its_keys_or_as_a_whole_or_both():
+    by_key = small().override("optimizer.role_rates.up=0.2", "optimizer.role_rates.down=.5")
+    assert by_key.optimizer.role_rates == {"up": 0.2, "down": 0.5}
+    assert by_key.override("optimizer.role_rates.up=1").optimizer.role_rates == {"up": 1.0, "down": 0.5}
+    assert by_key.override('optimizer.role_rates={"key": 2}').optimizer.role_rates == {"key": 2}
+    both = by_key.override('optimizer.role_rates={"key": 2}', "optimizer.role_rates.up=3").optimizer.role_rates
+    assert both == {"key": 2, "up": 3.0}
+
+
+def test_a_field_set_as_a_whole_and_in_part_is_refused():
+    with pytest.raises(ValueError, match=r"names model as a whole and model\.width within it; one of the two"):
+        small().override("model={}", "model.width=128")
+
+
 @pytest.mark.parametrize(
     ("assignment", "words"),
     [
@@ -49,6 +63,10 @@ def test_a_list_may_be_written_as_json_or_python_has_it(text):
         ("train.steps=0", "train.steps is 0"),
         ("optimizer.name=adm", "adam"),
         ("optimizer.role_rates={value: 2}", "optimizer.role_rates is '{value: 2}', which is not JSON"),
+        ("optimizer.role_rates=3", "is '3', not a mapping; write it as .*, or set optimizer.role_rates.value=0.5"),
+        ("optimizer.role_rates.up=fast", "optimizer.role_rates.up is 'fast'; it must be a number"),
+        ("optimizer.role_rates.upp=3", "upp"),
+        ("optimizer.role_rates.up.more=3", "optimizer.role_rates.up is a plain value"),
     ],
 )
 def test_a_wrong_override_is_named_with_a_remedy(assignment, words):

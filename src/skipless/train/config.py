@@ -129,13 +129,26 @@ def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> A
                 f"--set {prefix}{name}: {type(target).__name__} has no such field; {_nearest(name, known)}"
             )
         below = {path[1:]: text for path, text in changes.items() if path[0] == name}
-        if () in below:
-            values[name] = parse(below[()], typing.get_type_hints(type(target))[name], prefix + name)
-        elif dataclasses.is_dataclass(getattr(target, name)):
-            values[name] = _changed(getattr(target, name), below, f"{prefix}{name}.")
-        else:
-            raise ValueError(f"--set {prefix}{name}: it is a plain value, so nothing lies below it")
+        values[name] = _value(getattr(target, name), typing.get_type_hints(type(target))[name], below, prefix + name)
     return target.replace(**values) if isinstance(target, ModelConfig) else dataclasses.replace(target, **values)
+
+
+def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], str], name: str) -> Any:
+    """A field's new value: as a whole, by its own fields, or by the keys of a mapping."""
+    whole = {(): parse(changes[()], hint, name)} if () in changes else {}
+    parts = {path: text for path, text in changes.items() if path}
+    if typing.get_origin(hint) is dict:
+        deeper = next((path for path in parts if len(path) > 1), None)
+        if deeper is not None:
+            raise ValueError(f"--set {name}.{'.'.join(deeper)}: {name}.{deeper[0]} is a plain value")
+        kind = typing.get_args(hint)[1]
+        return {**whole.get((), old), **{key: parse(text, kind, f"{name}.{key}") for (key,), text in parts.items()}}
+    if parts and whole:
+        part = ".".join((name, *next(iter(parts))))
+        raise ValueError(f"--set names {name} as a whole and {part} within it; one of the two would be lost")
+    if parts and not dataclasses.is_dataclass(old):
+        raise ValueError(f"--set {name}: it is a plain value, so nothing lies below it")
+    return whole[()] if whole else _changed(old, parts, f"{name}.")
 
 
 def parse(text: str, hint: Any, name: str) -> Any:
@@ -163,9 +176,12 @@ def parse(text: str, hint: Any, name: str) -> Any:
     if hint is str:
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise ValueError(f'{name} is {text!r}, which is not JSON ({error}); write it as {{"value": 0.5}}') from None
+    if origin is dict and not isinstance(value, dict):
+        raise ValueError(f'{name} is {text!r}, not a mapping; write it as {{"value": 0.5}}, or set {name}.value=0.5')
+    return value
 
 
 def _parse_union(text: str, kinds: tuple, name: str) -> Any:
