@@ -51,7 +51,7 @@ def wide(experiment, name="adam", **fields):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["adam", "muon"])
+@pytest.mark.parametrize("name", ["adam", "muon", "soap"])
 def test_a_run_with_a_graph_is_the_run_without(experiment, tmp_path, name, way):
     runs = {}
     for choice in ("on", "off"):
@@ -69,7 +69,7 @@ def test_a_run_with_a_graph_is_the_run_without(experiment, tmp_path, name, way):
             torch.testing.assert_close(on[key], off[key], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adam", "muon"])
+@pytest.mark.parametrize("name", ["adam", "muon", "soap"])
 def test_a_captured_run_resumes_from_its_checkpoint(experiment, tmp_path, name, monkeypatch):
     from skipless.train import loop
 

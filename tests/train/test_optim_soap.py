@@ -201,3 +201,35 @@ def test_bases_by_cholesky_give_the_same_updates(monkeypatch):
     monkeypatch.setattr(torch.linalg, "qr", None)
     cholesky = trained()
     torch.testing.assert_close(cholesky, householder, rtol=0, atol=1e-3 * float(householder.abs().max()))
+
+
+def test_renewing_after_each_step_is_renewing_in_it(tmp_path):
+    """Bit for bit, also after the state has been saved and loaded between two renewals."""
+    settings = {"lr": 0.03, "precondition_every": 3, "weight_decay": 0.1}
+    weights = [torch.randn(4, 6), torch.randn(5, 5)]
+    itself, left = ([nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
+    ours, theirs = SOAP(left, **settings), SOAP(itself, **settings)
+
+    def leave_to_caller(optimizer):
+        for group in optimizer.param_groups:
+            group["renews_itself"] = False
+
+    leave_to_caller(ours)
+    assert not ours.begun
+    ours.renew()  # before the first step there is nothing to renew
+    for step in range(10):
+        for index, weight in enumerate(weights):
+            gradient = torch.tensor(gradients(weight.shape, 1, seed=10 * step + index)[0]).float()
+            left[index].grad, itself[index].grad = gradient, gradient
+        ours.step()
+        ours.renew()
+        theirs.step()
+        assert ours.begun
+        assert all(torch.equal(a, b) for a, b in zip(left, itself, strict=True))
+        if step == 4:
+            torch.save(ours.state_dict(), tmp_path / "state.pt")
+            ours = SOAP(left, **settings)
+            leave_to_caller(ours)
+            ours.load_state_dict(torch.load(tmp_path / "state.pt"))
+    for a, b in zip(left, itself, strict=True):
+        assert all(torch.equal(ours.state[a][name], value) for name, value in theirs.state[b].items())

@@ -14,6 +14,7 @@ from skipless.model.recording import CudaRecorder, Recorder, Replay
 from skipless.model.transformer import Transformer
 from skipless.train.config import Experiment
 from skipless.train.distributed import World
+from skipless.train.optim.composite import Composite
 from skipless.train.step import TrainStep
 
 logger = logging.getLogger("skipless")
@@ -28,8 +29,6 @@ def refusal(experiment: Experiment, world: World) -> str | None:
         return f"the device is {world.device}, and CUDA graphs need an NVIDIA GPU"
     if world.size > 1:
         return f"the run has {world.size} processes, whose communication is not captured"
-    if experiment.optimizer.name == "soap":
-        return "SOAP renews its bases on some steps only"
     if experiment.model.position == "relative":
         return "relative positions read their furthest distance from the device"
     return None
@@ -50,7 +49,8 @@ class GraphedStep:
 
     The first call runs the update a few times and puts back what it changed, then captures it. From then on a call
     copies its batch into the graph's tensors, fills the rates and replays: nothing waits for the device. It captures
-    anew for a batch of another shape, and after the optimiser has loaded a state, which replaces its tensors.
+    anew for a batch of another shape, and after the optimiser has loaded a state, which replaces its tensors. A first
+    step that is unlike the others (SOAP's) runs as it is.
 
     The optimiser's rates must be tensors: build_optimizer(…, capturable=True). recorder stands in for CUDA in tests.
     """
@@ -72,6 +72,8 @@ class GraphedStep:
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Update the parameters by the batch of `step`; the tensors returned are the caller's own."""
         self._step.set_rates(step)
+        if isinstance(optimizer := self._step.optimizer, Composite) and not optimizer.begun:
+            return self._step(step, batch)
         if self._stale(batch):
             self._capture(batch)
         self._step.refresh()
@@ -80,6 +82,7 @@ class GraphedStep:
         for own, new in zip(_tensors(self._inputs), _tensors(batch), strict=True):
             own.copy_(new, non_blocking=True)
         loss, norm = self._replay()
+        self._step.renew()
         return loss.clone(), norm.clone()
 
     def _stale(self, batch: Batch) -> bool:

@@ -13,6 +13,7 @@ from skipless.train.config import TrainConfig
 from skipless.train.distributed import World
 from skipless.train.optim import clip_factor, clip_gradients, set_rates, warmup_cosine
 from skipless.train.optim.adam import FusedAdam, takes_twins
+from skipless.train.optim.composite import Composite
 from skipless.train.optim.twins import Twins
 
 
@@ -51,7 +52,14 @@ class TrainStep:
         """Update the parameters by the batch of `step`; rates follow from the step alone."""
         self.set_rates(step)
         self.refresh()
-        return self.update(batch)
+        result = self.update(batch)
+        self.renew()
+        return result
+
+    def renew(self) -> None:
+        """What the optimiser does between updates, out of a graph's reach: SOAP renews its bases."""
+        if isinstance(self.optimizer, Composite):
+            self.optimizer.renew()
 
     def refresh(self) -> None:
         """Take note of parameters that were changed from outside since the last step."""

@@ -14,7 +14,7 @@ from skipless.train.optim.muon import Muon
 from skipless.train.optim.orthogonal import keep_orthogonal
 from skipless.train.optim.soap import SOAP
 
-_DEVICE_FLAGS = ("fused", "foreach", "capturable")
+_DEVICE_FLAGS = ("fused", "foreach", "capturable", "renews_itself")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> Optimizer:
@@ -22,11 +22,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
 
     Muon and SOAP take the blocks' matrices; the embedding, an untied head and all vectors stay with Adam. Every group
     remembers its highest rate in group["rate"] and starts at it; set_rates moves group["lr"].
-    capturable: rates and step counts as tensors on the device, as a CUDA graph of the step needs.
+    capturable: rates and step counts as tensors on the device, as a CUDA graph of the step needs. SOAP's bases are then
+    renewed by optimizer.renew(), to be called after every step, and its first step must not be captured.
     """
     groups = parameter_groups(model, config)
     device = groups[0]["params"][0].device
-    _check_capturable(capturable, config, device)
+    if capturable and device.type != "cuda":
+        raise ValueError(f"capturable=True needs parameters on a CUDA device; they are on {device}")
     for group in groups:
         group["lr"] = group["rate"]
     settings: dict[str, Any] = {
@@ -53,9 +55,14 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
 
 
 def use_tensor_rates(optimizer: Optimizer) -> None:
-    """Every group's rate as a tensor beside its parameters, which set_rates fills and a CUDA graph reads."""
+    """Every group's rate as a tensor beside its parameters, which set_rates fills and a CUDA graph reads.
+
+    What a step does on some calls only is left to optimizer.renew().
+    """
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+        if "renews_itself" in group:
+            group["renews_itself"] = False
     for part in optimizer.parts if isinstance(optimizer, Composite) else (optimizer,):
         # torch warns of a capturable optimiser that runs outside a graph, as it must before one can be captured
         vars(part)["_warned_capturable_if_run_uncaptured"] = True
@@ -91,13 +98,6 @@ def _for_matrices(groups: list[dict[str, Any]], config: OptimizerConfig) -> Opti
         precondition_every=config.precondition_every,
         max_precondition_width=config.max_precondition_width,
     )
-
-
-def _check_capturable(capturable: bool, config: OptimizerConfig, device: torch.device) -> None:
-    if capturable and device.type != "cuda":
-        raise ValueError(f"capturable=True needs parameters on a CUDA device; they are on {device}")
-    if capturable and config.name == "soap":
-        raise ValueError("SOAP renews its bases on some steps only and cannot be captured; use capturable=False")
 
 
 def _fit_to_device(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from skipless.train.optim.soap import SOAP
+
 
 class Composite(Optimizer):
     """Steps its parts in order. Groups and state are the parts' own, seen as one, so that saving needs nothing special.
@@ -28,6 +30,17 @@ class Composite(Optimizer):
         for part in self.parts:
             part.step()
         return loss
+
+    @property
+    def begun(self) -> bool:
+        """Whether every part's next step does the same as any later one."""
+        return all(part.begun for part in self.parts if isinstance(part, SOAP))
+
+    def renew(self) -> None:
+        """What parts do between steps, out of a CUDA graph's reach: SOAP its bases."""
+        for part in self.parts:
+            if isinstance(part, SOAP):
+                part.renew()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": self.parts}

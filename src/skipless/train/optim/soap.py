@@ -25,9 +25,10 @@ class SOAP(torch.optim.Optimizer):
     the eigenvalues they stand for, as the authors' code does. A side longer than max_precondition_width keeps the
     identity. The first gradient only sets up the bases and moves nothing.
 
-    Matrices of one group and shape are computed as one batch. The step's number is kept on the host: steps do not wait
-    for the device, but those that renew a basis do, so the step cannot be captured in a CUDA graph. Sharded parameters
-    (FSDP2) are gathered; every rank holds the whole state.
+    Matrices of one group and shape are computed as one batch. Steps do not wait for the device, but those that renew
+    bases do. Where group["renews_itself"] is False that is left to `renew`, to be called after every step: a step after
+    the first then does the same as any other and can be captured in a CUDA graph. Sharded parameters (FSDP2) are
+    gathered; every rank holds the whole state.
     """
 
     def __init__(
@@ -47,11 +48,23 @@ class SOAP(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "precondition_every": precondition_every,
             "max_precondition_width": max_precondition_width,
+            "renews_itself": True,
         }
         super().__init__(params, defaults)
+        self._updates: int | None = None  # that `renew` has seen; None: to be read from the state
         for group in self.param_groups:
             for parameter in group["params"]:
                 _check_parameter(parameter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also what load_state_dict ends with."""
+        super().__setstate__(state)
+        self._updates = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether all parameters have had their first gradient."""
+        return all(self.state.get(p) for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -61,37 +74,58 @@ class SOAP(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameters in self._batches(group):
+            for parameters in self._batches(group, [p for p in group["params"] if p.grad is not None]):
                 self._update(group, parameters)
         return loss
 
-    def _batches(self, group: dict[str, Any]) -> Iterator[list[Tensor]]:
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Renew the bases of groups that do not do so themselves, if their turn has come. Once after every step."""
+        groups = [group for group in self.param_groups if not group["renews_itself"]]
+        begun = [[p for p in group["params"] if self.state.get(p)] for group in groups]
+        first = next((parameters[0] for parameters in begun if parameters), None)
+        if first is None:
+            return
+        self._updates = int(self.state[first]["step"]) if self._updates is None else self._updates + 1
+        for group, those in zip(groups, begun, strict=True):
+            if self._updates and self._updates % group["precondition_every"] == 0:
+                for parameters in self._batches(group, those):
+                    _renew_bases([self.state[p] for p in parameters])
+
+    def _batches(self, group: dict[str, Any], parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         """Parameters alike in shape and number of updates, as many at a time as _BATCH_ENTRIES allows."""
         alike: dict[Any, list[Tensor]] = {}
-        for p in group["params"]:
-            if p.grad is not None:
-                updates = int(self.state[p]["step"]) if self.state[p] else None
-                alike.setdefault((p.shape, p.device, p.dtype, updates), []).append(p)
-        for (shape, *_), parameters in alike.items():
+        for p in parameters:
+            key = (p.shape, p.device, p.dtype, _updates(self.state[p], group["renews_itself"]))
+            alike.setdefault(key, []).append(p)
+        for (shape, *_), those in alike.items():
             most = max(_BATCH_ENTRIES // max(shape) ** 2, 1)
-            yield from (parameters[start : start + most] for start in range(0, len(parameters), most))
+            yield from (those[start : start + most] for start in range(0, len(those), most))
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         states: States = [self.state[p] for p in parameters]
         gradients = torch.stack([gathered(cast(Tensor, p.grad)) for p in parameters])
-        beta = group["betas"][1]
+        beta, itself = group["betas"][1], group["renews_itself"]
         if not states[0]:
             _start(states, gradients, beta, group["max_precondition_width"])
             return
-        for state in states:
-            state["step"] += 1
+        for state in states:  # a loaded state may have it elsewhere
+            state["step"] = state["step"].to("cpu" if itself else gradients.device)
+        torch._foreach_add_(_all(states, "step"), 1.0)
         changes = (_directions(states, gradients, group["betas"], group["eps"]) * group["lr"]).unbind()
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1.0 - group["lr"] * group["weight_decay"])
         torch._foreach_sub_(parameters, [resharded(c, p) for c, p in zip(changes, parameters, strict=True)])
         _average_products(states, gradients, beta)
-        if int(states[0]["step"]) % group["precondition_every"] == 0:
+        if itself and int(states[0]["step"]) % group["precondition_every"] == 0:
             _renew_bases(states)
+
+
+def _updates(state: dict[str, Tensor], itself: bool) -> int | None:
+    """How many a matrix has had; -1 where to look would wait for the device, None where it has not begun."""
+    if not state:
+        return None
+    return int(state["step"]) if itself else -1
 
 
 def _check_parameter(parameter: Tensor) -> None:
@@ -132,15 +166,16 @@ def _turned(states: States) -> list[str]:
 
 def _directions(states: States, gradients: Tensor, betas: tuple[float, float], eps: float) -> Tensor:
     """Q_L[(Q_LᵀM̂Q_R)/(√V̂ + ε)]Q_Rᵀ, after M and V have taken in the gradients."""
-    step = int(states[0]["step"])
+    step = states[0]["step"]
+    count = int(step) if step.is_cpu else step
     averages, squares = _all(states, "exp_avg"), _all(states, "exp_avg_sq")
     bases = {side: _stack(states, f"{side}_basis") for side in _turned(states)}
     torch._foreach_lerp_(averages, gradients.unbind(), 1.0 - betas[0])
     rotated = _rotate(bases, gradients).unbind()
     torch._foreach_mul_(squares, betas[1])
     torch._foreach_addcmul_(squares, rotated, rotated, value=1.0 - betas[1])
-    scale = (torch.stack(squares) / (1.0 - betas[1] ** step)).sqrt_().add_(eps)
-    return _rotate(bases, _rotate(bases, torch.stack(averages)) / scale, back=True) / (1.0 - betas[0] ** step)
+    scale = (torch.stack(squares) / (1.0 - betas[1] ** count)).sqrt_().add_(eps)
+    return _rotate(bases, _rotate(bases, torch.stack(averages)) / scale, back=True) / (1.0 - betas[0] ** count)
 
 
 def _rotate(bases: dict[str, Tensor], matrices: Tensor, back: bool = False) -> Tensor:
