@@ -9,6 +9,7 @@ import pytest
 
 from skipless.analysis.report_sources import inspection_of_states
 from skipless.cli import main
+from skipless.cli.report_results import read_results
 from skipless.theory import kernels
 
 
@@ -105,3 +106,12 @@ def test_what_cannot_be_shown_is_named(skipless) -> None:
         assert words in skipless("report", path, code=2)
     assert "is a folder" in skipless("report", "run", "--out", "empty", code=2)
     assert not Path("report.html").exists()
+
+
+def test_curves_of_arms_with_several_seeds_name_theirs() -> None:
+    """Their number stands beside a table's mean over all of them."""
+    results = Path(__file__).parents[2] / "results"
+    curves, _ = read_results(results / "depth-steady-small.json")
+    assert "depth-steady, small: e-spa-108/slow-mlp, seed 0" in curves
+    curves, _ = read_results(results / "optimisers-small.json")
+    assert {name for name in curves if "e-spa/muon ×3" in name} == {"optimisers, small: e-spa/muon ×3"}

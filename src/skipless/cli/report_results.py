@@ -33,10 +33,11 @@ def read_results(path: Path) -> "tuple[dict[str, list[dict[str, Any]]], list[Res
             continue
         tables += _tables(data)
         for row in next(iter(data["tables"].values()), []):
-            found = records.pop(row["log"].rpartition(" ")[2], None)
+            seed, found = records.pop(row["log"].rpartition(" ")[2], (0, None))
             if found is not None:
                 longer = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
-                curves[f"{data['item']}, {data['scale']}: {row['arm']}{longer}"] = found
+                one = f", seed {seed}" if row["seeds"] not in ("1", "–") else ""  # the table's number is a mean
+                curves[f"{data['item']}, {data['scale']}: {row['arm']}{longer}{one}"] = found
     return curves, tables
 
 
@@ -49,8 +50,8 @@ def _read(file: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) and {"item", "scale", "tables"} <= data.keys() else None
 
 
-def _records(logs: Path) -> dict[str, list[dict[str, Any]]]:
-    """The curve of every run, by the part of its key that tables show."""
+def _records(logs: Path) -> dict[str, tuple[int, list[dict[str, Any]]]]:
+    """The seed and curve of every run, by the part of its key that tables show."""
     found = {}
     for file in sorted(logs.glob("*.jsonl")):
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
@@ -60,7 +61,7 @@ def _records(logs: Path) -> dict[str, list[dict[str, Any]]]:
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{file}, line {number}, is not the log of a run ({error}); delete it") from error
             last = {"step": run["steps"], "valid_loss": run["valid_loss"]}
-            found[run["key"][:8]] = [*points, *([last] if run["valid_loss"] is not None else [])]
+            found[run["key"][:8]] = run["seed"], [*points, *([last] if run["valid_loss"] is not None else [])]
     return found
 
 
