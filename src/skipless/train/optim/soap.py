@@ -107,10 +107,10 @@ class SOAP(torch.optim.Optimizer):
         gradients = torch.stack([gathered(cast(Tensor, p.grad)) for p in parameters])
         beta, itself = group["betas"][1], group["renews_itself"]
         if not states[0]:
-            _start(states, gradients, beta, group["max_precondition_width"])
+            _start(states, gradients, group)
             return
         for state in states:  # a loaded state may have it elsewhere
-            state["step"] = state["step"].to("cpu" if itself else gradients.device)
+            state["step"] = state["step"].to(_step_device(gradients, itself))
         torch._foreach_add_(_all(states, "step"), 1.0)
         changes = (_directions(states, gradients, group["betas"], group["eps"]) * group["lr"]).unbind()
         if group["weight_decay"]:
@@ -137,16 +137,22 @@ def _check_parameter(parameter: Tensor) -> None:
         )
 
 
-def _start(states: States, gradients: Tensor, beta: float, widest: int) -> None:
+def _step_device(gradients: Tensor, itself: bool) -> torch.device:
+    """Where the number of updates is counted: on the host, or where a graph can."""
+    return torch.device("cpu") if itself else gradients.device
+
+
+def _start(states: States, gradients: Tensor, group: dict[str, Any]) -> None:
     """Zeros, and from the first gradients averaged products and bases; only for sides that are not too long."""
+    widest = group["max_precondition_width"]
     for state, gradient in zip(states, gradients, strict=True):
-        state["step"] = torch.zeros(())
+        state["step"] = torch.zeros((), device=_step_device(gradients, group["renews_itself"]))
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
         for side, width in zip(_SIDES, gradient.shape, strict=True):
             if width <= widest:
                 state[f"{side}_average"] = gradient.new_zeros(width, width)
                 state[f"{side}_basis"] = torch.empty_like(state[f"{side}_average"])
-    _average_products(states, gradients, beta)
+    _average_products(states, gradients, group["betas"][1])
     for side in _turned(states):
         torch._foreach_copy_(_all(states, f"{side}_basis"), eigenvectors(_stack(states, f"{side}_average")).unbind())
 
