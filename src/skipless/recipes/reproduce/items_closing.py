@@ -17,6 +17,7 @@ the MLP's matrices at a fifth of the rate, at no cost in loss. None had run on a
 first matrix alone at a fifth had spikes and did not diverge within 700 steps; the second alone exploded before 350.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from skipless.model.presets import REPEAT_RATE
@@ -46,6 +47,13 @@ CLOSING = Item(
         _shaped(0.2, "exact"),
         _shaped(0.2, "mlp-aware"),
         Arm("no-bias", "γ_L = 0.005, no biases", "wikitext103/e-spa", {"mlp_bias": False}, optimizer="muon"),
+        replace(
+            _shaped(0.05),
+            name="gamma-0.05-vo",
+            label="γ_L = 0.05, W_V and W_O at 0.3",
+            role_rates={"value": 0.3, "output": 0.3},
+            core=False,
+        ),
     ),
     (
         Lower("gamma-0.2", "e-spa"),
@@ -111,6 +119,7 @@ DEPTH_STEADY = Item(
         _deep(108, "slow-mlp", **_SLOW),
         _deep(108, "kept", "kept orthogonal", keep_orthogonal=ORTHOGONAL_ROLES),
         _deep(108, "muon", "Muon", optimizer="muon"),
+        _deep(36, "slow-mlp", **_SLOW, core=False),
         _deep(108, "slow-up", "the MLP's first matrix at a fifth", role_rates={"up": 0.2}, core=False),
         _deep(108, "slow-down", "the MLP's second matrix at a fifth", role_rates={"down": 0.2}, core=False),
     ),
