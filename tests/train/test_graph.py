@@ -99,6 +99,17 @@ def test_replayed_steps_are_the_eager_ones_from_the_first(name, accumulate, pack
     assert_equal_steps(captured, eager)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_frozen_matrix_does_not_keep_the_step_out_of_the_graph(name):
+    eager, captured, recorder = build(name), build(name), Rerun()
+    for step in (eager, captured):
+        step.model.get_parameter("blocks.0.attention.inner.value.weight").requires_grad_(False)
+    run(GraphedStep(captured, recorder), 4)
+    run(eager, 4)
+    assert recorder.captures == 1
+    assert_equal_steps(captured, eager)
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "muon"])
 def test_rates_as_tensors_give_the_updates_of_rates_as_numbers(name):
     """The tensors are float32, so that a rate may differ in its eighth digit, which SOAP's bases may turn on."""

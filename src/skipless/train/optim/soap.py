@@ -63,8 +63,8 @@ class SOAP(torch.optim.Optimizer):
 
     @property
     def begun(self) -> bool:
-        """Whether all parameters have had their first gradient."""
-        return all(self.state.get(p) for group in self.param_groups for p in group["params"])
+        """Whether the first gradients have come. A parameter that had none then (a frozen one) is not waited for."""
+        return any(self.state.get(p) for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
     def step(self, closure=None):
