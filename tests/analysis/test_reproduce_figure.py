@@ -6,7 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from skipless.analysis.figures import Heading
-from skipless.analysis.reproduce_figure import ArmCurve, reproduction
+from skipless.analysis.reproduce_figure import ArmCurve, looks, reproduction
 
 HEADING = Heading("A title", "a subtitle")
 
@@ -42,3 +42,16 @@ def test_lines_of_the_key_do_not_run_into_each_other(length):
     for index, box in enumerate(boxes):
         assert box.x1 < width
         assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+
+
+def test_a_kind_has_a_colour_and_a_way_a_line_style():
+    names = [f"{kind}/{way}" for kind in "abcde" for way in ("adam", "muon", "soap", "slow")]
+    found = {name: (str(look["color"]), look["linestyle"]) for name, look in zip(names, looks(names), strict=True)}
+    assert len(set(found.values())) == 20
+    assert len({found[f"a/{way}"][0] for way in ("adam", "muon", "soap", "slow")}) == 1
+    assert len({found[f"{kind}/soap"][1] for kind in "abcde"}) == 1
+
+
+@pytest.mark.parametrize("names", [[f"arm {n}" for n in range(11)], ["a", *(f"a/{n}" for n in range(6))]])
+def test_with_more_kinds_or_ways_than_looks_no_two_arms_look_alike(names):
+    assert len({(str(look["color"]), look["linestyle"]) for look in looks(names)}) == len(names)

@@ -26,7 +26,7 @@ from skipless.analysis.figure_style import (
 from skipless.analysis.figures import Heading
 
 _COLOURS = (BLUE, VERMILION, GREEN, ORANGE, "#cc79a7", "#56b4e9", INK)  # Okabe & Ito 2008
-_STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))
+_STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))
 # Inches.
 _LEFT, _TOP, _CURVES, _SWEEP, _GAP, _HEIGHT, _LINE = 0.65, 1.05, 5.0, 3.4, 0.75, 3.6, 0.23
 _PANEL, _BETWEEN = 1.0, 0.12
@@ -39,6 +39,7 @@ class ArmCurve:
     """An arm: its smoothed training loss by step, its final loss as text, and the final loss of every rate tried.
 
     Diverged rates have an infinite loss and are drawn at the top. others: steps and losses of further seeds.
+    name: "kind/way"; arms of one kind share a colour, of one way a line style.
     """
 
     label: str
@@ -47,6 +48,7 @@ class ArmCurve:
     final: str
     sweep: Mapping[float, float]
     others: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
+    name: str = ""
 
     @property
     def words(self) -> str:
@@ -66,11 +68,7 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
     curves, sweep = (
         page.axes(left, _TOP, width, _HEIGHT) for left, width in ((_LEFT, _CURVES), (_LEFT + _CURVES + _GAP, _SWEEP))
     )
-    for number, arm in enumerate(arms):
-        look: dict[str, Any] = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "linestyle": _STYLES[number // len(_COLOURS) % len(_STYLES)],
-        }
+    for number, (arm, look) in enumerate(zip(arms, looks([arm.name or arm.label for arm in arms]), strict=True)):
         curves.plot(arm.steps, arm.losses, **look)
         for steps, losses in arm.others:
             curves.plot(steps, losses, linewidth=0.8, **look)
@@ -79,6 +77,16 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
     _finish(curves, sweep, unigram, (min([unigram, *ends]) - 0.3, top))
     _rate_axis(sweep, sorted({rate for arm in arms for rate in arm.sweep}))
     return page.figure
+
+
+def looks(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour and line style by name: "kind/way" has its kind's and its way's, while there are enough of both."""
+    parts = [name.partition("/")[::2] for name in names]
+    kinds, ways = ({part: n for n, part in enumerate(dict.fromkeys(side))} for side in zip(*parts, strict=True))
+    places = [(kinds[kind], ways[way]) for kind, way in parts]
+    if len(kinds) > len(_COLOURS) or len(ways) > len(_STYLES):
+        places = [divmod(number, len(_COLOURS))[::-1] for number in range(len(names))]
+    return [{"color": _COLOURS[kind], "linestyle": _STYLES[way % len(_STYLES)]} for kind, way in places]
 
 
 def _draw_sweep(axes: Axes, sweep: Mapping[float, float], ceiling: float, look: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def _picture(summary: Summary) -> Any:
             final = sample_text(sample, 2) if sample is not None else f"{record.train_loss:.2f} (unfinished)"
             seeds = [run for run in outcome.runs.get(1.0, {}).values() if run.key != record.key and run.curve]
             others = [([step for step, _ in run.curve], [loss for _, loss in run.curve]) for run in seeds]
-            curves.append(ArmCurve(outcome.arm.label, steps, losses, final, sweep, others))
+            curves.append(ArmCurve(outcome.arm.label, steps, losses, final, sweep, others, outcome.arm.name))
     return reproduction(curves, setting.text.unigram, heading) if curves else None
 
 
