@@ -120,6 +120,7 @@ def test_a_reproduction_that_agrees_and_one_that_does_not(text: Text, fake) -> N
     assert "| E-SPA | 2.79 ± 0.02 | 6.510 ± 0.010 | 1500 | 20 s | 2 | 2e-05 | baselines-small" in page
     assert "![Training curves, and the rates tried](baselines-small.png)" in page
     assert "All runs are done." in page
+    assert "At a glance" not in page  # its arms have one name each
 
 
 def test_arms_left_to_the_user_are_named(text: Text, fake) -> None:
@@ -165,6 +166,11 @@ def test_ratios_to_the_baseline(text: Text, fake) -> None:
     page = markdown(gather(item, setting, records))
     assert "| E-SPA, Muon |  | 2 | 4 | > 3 |" in page  # twice the steps, each of twice the time
     assert "| E-SPA, Adam |  | > 3 | > 3 | > 3 |" in page
+    assert (
+        "|  | adam | muon | soap | muon-vo |\n|---|---|---|---|---|\n| pre-ln | 5.000 | 4.500 (< 0.5×) | – | – |"
+        in page
+    )
+    assert "\n| e-spa | 6.900 (> 3×) | 5.359 (2×) | – | – |" in page
     data = as_json(gather(item, setting, records))
     assert data["ratios"][2]["steps to the baseline"] == "2"
     assert data["bands"][4] == {

@@ -14,7 +14,7 @@ from skipless.recipes.reproduce.outcome import Outcome, outcome_of
 from skipless.recipes.reproduce.plan import missing
 from skipless.recipes.reproduce.rates import MOST_BEYOND
 from skipless.recipes.reproduce.record import Record
-from skipless.recipes.reproduce.table import HEAD, RATIO_HEAD, ratio_rows, rows
+from skipless.recipes.reproduce.table import HEAD, RATIO_HEAD, grid, ratio_rows, rows
 
 _NAMES = {"train_loss": "Training loss", "valid_perplexity": "Validation perplexity", "valid_loss": "Validation loss"}
 
@@ -49,6 +49,9 @@ def markdown(summary: Summary, figure: str = "") -> str:
     parts.append(_how(summary))
     if figure:
         parts.append(f"![Training curves, and the rates tried]({figure})\n")
+    if found := grid(item, summary.outcomes):
+        words = f"; in brackets the steps to the loss of {item.baseline}, over its own" if item.baseline else ""
+        parts.append(f"## At a glance: training loss{words}\n\n{table(*found)}")
     for quantity in item.quantities:
         title = _NAMES.get(quantity, quantity.replace("_", " ").capitalize())
         parts.append(f"## {title}\n\n{table(HEAD, [row.line() for row in rows(summary.outcomes, quantity)])}")

@@ -60,6 +60,26 @@ def ratio_rows(item: Item, outcomes: Mapping[str, Outcome]) -> list[tuple[str, .
     return lines
 
 
+def grid(item: Item, outcomes: Mapping[str, Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...]]] | None:
+    """Head and lines of the usual length at a glance, where all arms are named "kind/way": losses, and steps ratios."""
+    names = [arm.name.split("/") for arm in item.arms]
+    if any(len(parts) != 2 for parts in names):
+        return None
+    kinds, ways = (tuple(dict.fromkeys(side)) for side in zip(*names, strict=True))
+    lines = [(kind, *(_glance(item, outcomes, outcomes.get(f"{kind}/{way}")) for way in ways)) for kind in kinds]
+    return ("", *ways), lines
+
+
+def _glance(item: Item, outcomes: Mapping[str, Outcome], outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "–"
+    baseline = outcomes.get(item.baseline)
+    target = baseline.sample("train_loss") if baseline is not None else None
+    ratio = ratio_to(outcome, target) if target is not None and outcome is not baseline else None
+    loss = sample_text(outcome.sample("train_loss"), DIGITS["train_loss"])
+    return loss if ratio is None or math.isnan(ratio.value) else f"{loss} ({ratio.text()}×)"
+
+
 def ratio_to(outcome: Outcome, target: Sample) -> Ratio | None:
     """Steps the arm needs for the target's loss, over the usual number."""
     losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
