@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import torch
 from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.training import Bytes
+from skipless.recipes.reproduce import failure, schedule
 from skipless.recipes.reproduce import run as run_module
-from skipless.recipes.reproduce import schedule
 from skipless.recipes.reproduce.catalogue import ITEMS
 from skipless.recipes.reproduce.job import Setting
 from skipless.recipes.reproduce.log import ResultsFolder
@@ -38,6 +39,12 @@ QUESTIONS = {
     "piqa": {"goal": "open it", "sol1": "pull", "sol2": "push ", "label": 1},
     "social_i_qa": {"context": "a", "question": "?", "answerA": "a", "answerB": "b", "answerC": "c", "label": "3"},
 }
+
+
+class Unpicklable(Exception):
+    def __init__(self, words):
+        super().__init__(words)
+        self.traced = sys
 
 
 @pytest.fixture(scope="module")
@@ -308,13 +315,36 @@ def test_a_failed_run_does_not_stop_the_others(reproduce, instant: list[Order], 
 
     monkeypatch.setattr(schedule, "carry_out", failing)
     _, err = reproduce("baselines", code=1)
-    assert "failed: baselines: pre-ln, rate 0.0005, seed 0: RuntimeError: out of memory" in err
+    assert "failed: baselines: pre-ln, rate 0.0005, seed 0: RuntimeError: out of memory (traceback: results/" in err
+    written = next(Path("results/runs").glob("*.error.txt"))
+    assert 'raise RuntimeError("out of memory")' in written.read_text()
     assert [order.job.arm for order in instant] == [arm for arm in ARMS if arm != "pre-ln"]
     assert "1 runs are still missing" in err
+    monkeypatch.setattr(schedule, "carry_out", quick)
+    reproduce("baselines")
+    assert not written.exists()
 
-    monkeypatch.setattr(schedule, "carry_out", lambda _: 1 / 0)
-    _, err = reproduce("positions", code=2)
-    assert "3 runs in a row failed" in err
+
+def test_networks_that_fail_one_after_another_end_the_command(reproduce, monkeypatch) -> None:
+    """One that fails at all its rates does not: the next may do well."""
+    tried: list[str] = []
+
+    def failing(order: Order):
+        tried.append(order.job.arm)
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(schedule, "carry_out", failing)
+    _, err = reproduce("positions", "--rates", "3", code=2)
+    assert "runs of 3 networks in a row failed" in err
+    assert [tried.count(arm) for arm in dict.fromkeys(tried)] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("words"), Unpicklable("words")])
+def test_an_error_crosses_processes_in_words_at_least(error, tmp_path) -> None:
+    """torch.compile's errors hold what it has traced."""
+    told = failure.keep(error, tmp_path / "runs" / "tiny-1")
+    assert "words" in str(pickle.loads(pickle.dumps(told)))
+    assert type(error).__name__ in (tmp_path / "runs" / "tiny-1.error.txt").read_text()
 
 
 def test_paces_are_taken_alone_and_last(reproduce, instant: list[Order]) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from skipless.recipes.reproduce.job import Job
@@ -34,10 +35,11 @@ class Reporter(Watch):
         if self._bar is not None:
             self._bar.update(self._task, total=self._done + known, completed=self._done)
 
-    def failed(self, job: Job, error: Exception) -> None:
+    def failed(self, job: Job, error: Exception, traceback: Path) -> None:
         """A line with the error; the run is tried again by the next call."""
         self.errors.append(f"{job.describe()}: {type(error).__name__}: {error}")
-        self._say(f"{self._clock()} failed: {self.errors[-1]}")
+        where = f" (traceback: {traceback})" if traceback.is_file() else ""
+        self._say(f"{self._clock()} failed: {self.errors[-1]}{where}")
 
     def close(self) -> None:
         """Take the bar away."""

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
-from skipless.recipes.reproduce import estimate
+from skipless.recipes.reproduce import estimate, failure
 from skipless.recipes.reproduce.item import Item
 from skipless.recipes.reproduce.job import Job, Setting
 from skipless.recipes.reproduce.log import ResultsFolder
@@ -51,8 +51,8 @@ class Watch:
     def finished(self, record: Record, known: int) -> None:
         """A run is done; so many more are known to be missing."""
 
-    def failed(self, job: Job, error: Exception) -> None:
-        """A run ended with an error that is not divergence."""
+    def failed(self, job: Job, error: Exception, traceback: Path) -> None:
+        """A run ended with an error that is not divergence; its traceback is in a file."""
 
 
 class _Worker:
@@ -67,13 +67,13 @@ class _Worker:
         self.network = order.job.network
         if self._pool is not None:
             try:
-                return self._pool.submit(carry_out, order)
+                return self._pool.submit(_attempt, order)
             except BrokenProcessPool:  # the process was killed; a new one takes its place
                 self._pool = self._open()
-                return self._pool.submit(carry_out, order)
+                return self._pool.submit(_attempt, order)
         future: Future = Future()
         try:
-            future.set_result(carry_out(order))
+            future.set_result(_attempt(order))
         except Exception as error:
             future.set_exception(error)
         return future
@@ -109,7 +109,7 @@ class Crew:
         self._running: dict[Future, tuple[_Worker, Job]] = {}
         self._left: set[str] = set()
         self._paces: list[float] = []
-        self._failures = 0
+        self._failed: set[str] = set()
         self._began = self.clock()
 
     def work(self) -> list[Job]:
@@ -190,12 +190,13 @@ class Crew:
             except Exception as error:
                 self._fail(job, error)
                 continue
-            self._failures = 0
+            self._failed.clear()
             if record is None:
                 self._left.add(job.key)
                 continue
             self._paces.append(record.seconds / estimate.run_seconds(job.experiment, self._machine()))
             self.results.add(record)
+            failure.error_file(self.results.run_folder(job.key)).unlink(missing_ok=True)
             if not job.weights:
                 shutil.rmtree(self.results.run_folder(job.key), ignore_errors=True)
             known = missing(self.items, self.setting, self.results.records, self.arms)
@@ -203,12 +204,20 @@ class Crew:
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._left.add(job.key)
-        self._failures += 1
-        self.watch.failed(job, error)
-        if self._failures == _MOST_FAILURES:
+        self._failed.add(job.network)
+        self.watch.failed(job, error, failure.error_file(self.results.run_folder(job.key)))
+        if len(self._failed) == _MOST_FAILURES:
             raise ValueError(
-                f"{_MOST_FAILURES} runs in a row failed, the last one ({job.describe()}): {error}"
+                f"runs of {_MOST_FAILURES} networks in a row failed, the last one ({job.describe()}): {error}"
             ) from error
+
+
+def _attempt(order: Order) -> Record | None:
+    """carry_out, in whichever process; what goes wrong is written down there."""
+    try:
+        return carry_out(order)
+    except Exception as error:
+        raise failure.keep(error, order.folder) from error
 
 
 def _begin(parent: int, threads: int) -> None:

@@ -1,7 +1,7 @@
 """Rows of an item's tables: what the paper prints beside what we measured."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from skipless.recipes.reproduce.item import Item
@@ -60,13 +60,15 @@ def ratio_rows(item: Item, outcomes: Mapping[str, Outcome]) -> list[tuple[str, .
     return lines
 
 
-def grid(item: Item, outcomes: Mapping[str, Outcome]) -> tuple[tuple[str, ...], list[tuple[str, ...]]] | None:
+def grid(item: Item, outcomes: Mapping[str, Outcome]) -> tuple[Sequence[str], list[Sequence[str]]] | None:
     """Head and lines of the usual length at a glance, where all arms are named "kind/way": losses, and steps ratios."""
     names = [arm.name.split("/") for arm in item.arms]
     if any(len(parts) != 2 for parts in names):
         return None
     kinds, ways = (tuple(dict.fromkeys(side)) for side in zip(*names, strict=True))
-    lines = [(kind, *(_glance(item, outcomes, outcomes.get(f"{kind}/{way}")) for way in ways)) for kind in kinds]
+    lines: list[Sequence[str]] = [
+        (kind, *(_glance(item, outcomes, outcomes.get(f"{kind}/{way}")) for way in ways)) for kind in kinds
+    ]
     return ("", *ways), lines
 
 
