@@ -134,6 +134,9 @@ def test_what_auto_chooses(device):
     assert chosen(queries=1, width=48) == ("sdpa" if device == "cuda" else "flex")
     assert chosen(dtype=torch.float64) == "sdpa"
     assert chosen(queries=64, keys=64, width=8) == "sdpa"
+    table = SymmetricExponentialShape(ExponentialStep.between(0.5, 0.4))
+    assert chosen(table, queries=64, keys=64, width=64) == "sdpa"
+    assert chosen(table, queries=64, keys=64, width=32) == ("flex" if device == "cuda" else "sdpa")
 
 
 def test_score_bias_is_added():

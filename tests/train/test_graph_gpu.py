@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from skipless.data.loader import Batch
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
+from skipless.theory.schemes import ExponentialSPA
 from skipless.train.config import TrainConfig
 from skipless.train.distributed import World
 from skipless.train.divergence import Diverged
@@ -67,6 +68,16 @@ def test_a_run_with_a_graph_is_the_run_without(experiment, tmp_path, name, way):
         on, off = (load_file(tmp_path / choice / "model.safetensors") for choice in ("on", "off"))
         for key in on:
             torch.testing.assert_close(on[key], off[key], rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_whose_attention_is_a_table_trains(experiment, tmp_path):
+    """Heads of 64, for which FlexAttention's kernel does not fit."""
+    scheme = ExponentialSPA(0.2, 0.01, calibration="mlp-aware")
+    model = experiment.model.replace(width=64, heads=1, scheme=scheme, activation="tanh")
+    asked = dataclasses.replace(wide(experiment, compile=True, precision="bf16"), model=model)
+    train(asked, tmp_path / "run", device="cuda", quiet=True)
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]
 
 
 @pytest.mark.parametrize("name", ["adam", "muon", "soap"])

@@ -16,6 +16,8 @@ from skipless.ops.request import Request
 # Compiled kernels kept, one per signature (batch, heads, lengths, dtype, kind of shape). Past torch's own limit of 8
 # FlexAttention would run its eager form, with T×T scores, and say nothing: here the limit is high and meeting it fails.
 _SIGNATURES = 128
+# From this head_width on torch 2.11 takes tiles of 128 × 128, three at a time: 240 KB with a table, and an H200 has 227.
+_WIDE = 64
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -68,6 +70,11 @@ def refusal(request: Request) -> str | None:
         return "a mask of documents cannot be built inside a compiled function (torch 2.11 reads beyond it): prepare it"
     if request.q.is_cuda and request.q.shape[3] < 16:
         return f"FlexAttention needs a head_width of at least 16 on a GPU, and it is {request.q.shape[3]}"
+    if request.q.is_cuda and request.parts.table is not None and request.q.shape[3] >= _WIDE:
+        return (
+            f"with a dense table and a head_width of {request.q.shape[3]} (up to {_WIDE - 1} works) torch's kernel for "
+            "FlexAttention takes more shared memory than a GPU has"
+        )
     return None
 
 
