@@ -78,7 +78,7 @@ def _glance(item: Item, outcomes: Mapping[str, Outcome], outcome: Outcome | None
     baseline = outcomes.get(item.baseline)
     target = baseline.sample("train_loss") if baseline is not None else None
     ratio = ratio_to(outcome, target) if target is not None and outcome is not baseline else None
-    loss = sample_text(outcome.sample("train_loss"), DIGITS["train_loss"])
+    loss = _row(outcome, "train_loss", 1.0).ours
     return loss if ratio is None or math.isnan(ratio.value) else f"{loss} ({ratio.text()}×)"
 
 
