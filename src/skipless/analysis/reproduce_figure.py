@@ -118,7 +118,7 @@ def _rate_axis(axes: Axes, rates: list[float]) -> None:
     low, high = rates[0] / 1.5, rates[-1] * 1.5
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     grid = [digit * 10.0**n for n in decades for digit in (1, 2, 3, 5) if low <= digit * 10.0**n <= high]
-    named = grid if high < 20 * low else [10.0**n for n in decades if low <= 10.0**n <= high]
+    named = grid if high < 30 * low else [10.0**n for n in decades if low <= 10.0**n <= high]
     axes.set_xlim(low, high)
     axes.set_xticks(named, [f"{rate:.0e}".replace("e-0", "e-") for rate in named])
     axes.set_xticks([rate for rate in grid if rate not in named], minor=True)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from skipless.recipes.reproduce.item import Item
 from skipless.recipes.reproduce.job import Setting
 from skipless.recipes.reproduce.kernel_checks import Check, kernel_checks
 from skipless.recipes.reproduce.log import ResultsFolder
+from skipless.recipes.reproduce.outcome import Outcome
+from skipless.recipes.reproduce.scale import Scale
 from skipless.recipes.reproduce.stages import unpack
 from skipless.recipes.reproduce.table import best_record, sample_text
 
@@ -66,18 +68,29 @@ def _picture(summary: Summary) -> Any:
     heading = Heading(item.title, f"{item.reference}; scale {setting.scale.name}, {setting.text.name}")
     if item.measure == "probes":
         return _stages(summary, heading)
-    curves = []
-    for outcome in summary.outcomes.values():
-        record = best_record(outcome)
-        if record is not None:
-            steps, losses = zip(*record.curve, strict=True)
-            sweep = {rate: tried.train_loss for rate, tried in outcome.sweep.items()}
-            sample = outcome.sample("train_loss")
-            final = sample_text(sample, 2) if sample is not None else f"{record.train_loss:.2f} (unfinished)"
-            seeds = [run for run in outcome.runs.get(1.0, {}).values() if run.key != record.key and run.curve]
-            others = [([step for step, _ in run.curve], [loss for _, loss in run.curve]) for run in seeds]
-            curves.append(ArmCurve(outcome.arm.label, steps, losses, final, sweep, others, outcome.arm.name))
+    curves = [ArmCurve(**drawn) for outcome in summary.outcomes.values() for drawn in _curves(outcome, setting.scale)]
     return reproduction(curves, setting.text.unigram, heading) if curves else None
+
+
+def _curves(outcome: Outcome, scale: Scale) -> Iterator[dict[str, Any]]:
+    """The arm at the usual length with its sweep, and at the longest of its own lengths that has been run."""
+    arm, longest = outcome.arm, max((m for m in outcome.arm.lengths(scale) if outcome.runs.get(m)), default=1.0)
+    for multiple in dict.fromkeys((1.0, longest)):
+        record = best_record(outcome, multiple)
+        if record is None or not record.curve:
+            continue
+        steps, losses = zip(*record.curve, strict=True)
+        usual, sample = multiple == 1.0, outcome.sample("train_loss", multiple)
+        seeds = [run for run in outcome.runs.get(multiple, {}).values() if run.key != record.key and run.curve]
+        yield {
+            "label": arm.label if usual else f"{arm.label}, {multiple:g}× the steps",
+            "steps": steps,
+            "losses": losses,
+            "final": sample_text(sample, 2) if sample is not None else f"{record.train_loss:.2f} (unfinished)",
+            "sweep": {rate: tried.train_loss for rate, tried in outcome.sweep.items()} if usual else {},
+            "others": [tuple(zip(*run.curve, strict=True)) for run in seeds],
+            "name": arm.name if usual else f"{arm.name}/×{multiple:g}",
+        }
 
 
 def _stages(summary: Summary, heading: Any) -> Any:
