@@ -250,7 +250,7 @@ def test_the_budget_is_kept(reproduce, instant: list[Order], data: Path, monkeyp
     setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
     crew = Crew([ITEMS["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
     assert len(crew.work()) == 3
-    assert [order.seconds for order in instant] == [8.0, 5.0]
+    assert [order.seconds for order in instant] == pytest.approx([7.6, 4.6])  # a twentieth is kept for saving
 
 
 def test_a_gpu_lost_on_the_way_is_not_replaced_by_a_cpu(

@@ -24,6 +24,7 @@ from skipless.recipes.reproduce.run import Order, carry_out
 
 _PIECE_SECONDS = 60.0  # a resumable run is begun if it can go on for so long
 _MOST_FAILURES = 3
+_SAVING = 0.05, 30.0  # of the budget, and seconds at most: kept for saving runs and drawing pictures
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Crew:
         threads = max((os.cpu_count() or 1) // count, 1)
         self._workers = [_Worker(count == 1, threads) for _ in range(count)]
         self._running: dict[Future, tuple[_Worker, Job]] = {}
-        self._left: set[str] = set()
+        self._dropped: set[str] = set()
         self._paces: list[float] = []
         self._failed: set[str] = set()
         self._began = self.clock()
@@ -143,7 +144,7 @@ class Crew:
         if any(job.exclusive for _, job in self._running.values()):
             return None
         known = missing(self.items, self.setting, self.results.records, self.arms)
-        ready = [job for job in known if job.key not in busy | self._left and self._fits(job)]
+        ready = [job for job in known if job.key not in busy | self._dropped and self._fits(job)]
         open_jobs = [job for job in ready if not job.exclusive] or ([] if busy else ready)
         if not open_jobs:
             return None
@@ -154,8 +155,13 @@ class Crew:
         free = [job for job in similar if job.network not in others]
         return (own or free or similar)[0]
 
+    def _left(self) -> float:
+        """Seconds until runs are to end, so that all of them are saved when the budget is spent."""
+        share, most = _SAVING
+        return self.limits.budget - min(share * self.limits.budget, most) - (self.clock() - self._began)
+
     def _fits(self, job: Job) -> bool:
-        left = self.limits.budget - (self.clock() - self._began)
+        left = self._left()
         resumable = job.experiment.train.checkpoint_every > 0
         return left > (_PIECE_SECONDS if resumable else self._expected(job))
 
@@ -174,7 +180,7 @@ class Crew:
         return estimate.CPU if self._device.startswith("cpu") else estimate.H200
 
     def _order(self, job: Job) -> Order:
-        limits, left = self.limits, self.limits.budget - (self.clock() - self._began)
+        limits, left = self.limits, self._left()
         folder = self.results.run_folder(job.key)
         beside = 1 if job.exclusive else limits.jobs
         scale = self.setting.scale.name
@@ -192,7 +198,7 @@ class Crew:
                 continue
             self._failed.clear()
             if record is None:
-                self._left.add(job.key)
+                self._dropped.add(job.key)
                 continue
             self._paces.append(record.seconds / estimate.run_seconds(job.experiment, self._machine()))
             self.results.add(record)
@@ -203,7 +209,7 @@ class Crew:
             self.watch.finished(record, len(known))
 
     def _fail(self, job: Job, error: Exception) -> None:
-        self._left.add(job.key)
+        self._dropped.add(job.key)
         self._failed.add(job.network)
         self.watch.failed(job, error, failure.error_file(self.results.run_folder(job.key)))
         if len(self._failed) == _MOST_FAILURES:
