@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skipless.model.presets import preset
+from skipless.model.transformer import Transformer
 from skipless.train import loop
 from skipless.train.config import Experiment
-from skipless.train.divergence import Diverged, GradientWatch, diagonal_warning
+from skipless.train.divergence import Diverged, GradientWatch, advice, diagonal_warning
 from skipless.train.loop import read_result, train
 from skipless.train.metrics import read_metrics
 from skipless.train.run import RunFinishedError
@@ -171,6 +173,13 @@ def test_a_rate_far_too_high_is_caught_and_explained(experiment, tmp_path):
     rates = dataclasses.replace(experiment.optimizer, rate=1e6, clip=None)
     with pytest.raises(Diverged, match=r"lower optimizer.rate.*There is no checkpoint yet"):
         train(dataclasses.replace(experiment, optimizer=rates), tmp_path / "run", device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize(("name", "skipless"), [("wikitext103/e-spa", True), ("wikitext103/pre-ln", False)])
+def test_what_to_do_follows_from_the_network(name, skipless):
+    words = advice(Transformer(preset(name, width=32, heads=1, vocab_size=40, length=16), impl="sdpa"))
+    assert ("--set optimizer.role_rates.up=0.2" in words) is skipless
+    assert "train.on_divergence=halve-lr" in words
 
 
 def test_divergence_can_go_back_and_halve_the_rate(experiment, tmp_path, monkeypatch, caplog):

@@ -21,11 +21,7 @@ class Diverged(RuntimeError):
     @classmethod
     def at(cls, step: int, loss: float, gradient: float, report: str) -> "Diverged":
         """The error with what is known, and what to do."""
-        return cls(
-            step,
-            f"diverged at step {step}: loss {loss:g}, gradient norm {gradient:g}. {report} Vanilla networks want rates "
-            "about ten times below Pre-LN's: lower optimizer.rate, or set train.on_divergence=halve-lr.",
-        )
+        return cls(step, f"diverged at step {step}: loss {loss:g}, gradient norm {gradient:g}. {report}")
 
 
 class GradientWatch:
@@ -65,7 +61,20 @@ def check_finite(
     """
     for offset, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
         if not (math.isfinite(loss) and math.isfinite(gradient)):
-            raise Diverged.at(first_step + offset, loss, gradient, norms_by_block(model, scale))
+            report = f"{norms_by_block(model, scale)} {advice(model)}".strip()
+            raise Diverged.at(first_step + offset, loss, gradient, report)
+
+
+def advice(model: nn.Module) -> str:
+    """What to change; without skips also what holds great depth together (results/depth-steady-small.md)."""
+    words = "Lower optimizer.rate, or set train.on_divergence=halve-lr."
+    if not isinstance(model, Transformer) or not model.config.skipless:
+        return words
+    return (
+        "Networks without skips want rates about ten times below Pre-LN's, and their MLPs the lowest, the more so the "
+        "deeper they are: --set optimizer.role_rates.up=0.2 --set optimizer.role_rates.down=0.2. "
+        f"Or: {words[0].lower()}{words[1:]}"
+    )
 
 
 @torch.no_grad()
