@@ -111,7 +111,22 @@ def test_what_cannot_be_shown_is_named(skipless) -> None:
 def test_curves_of_arms_with_several_seeds_name_theirs() -> None:
     """Their number stands beside a table's mean over all of them."""
     results = Path(__file__).parents[2] / "results"
-    curves, _ = read_results(results / "depth-steady-small.json")
+    curves, _, _ = read_results(results / "depth-steady-small.json", most=99)
     assert "depth-steady, small: e-spa-108/slow-mlp, seed 0" in curves
-    curves, _ = read_results(results / "optimisers-small.json")
+    curves, _, _ = read_results(results / "optimisers-small.json", most=99)
     assert {name for name in curves if "e-spa/muon ×3" in name} == {"optimisers, small: e-spa/muon ×3"}
+
+
+def test_of_too_many_curves_the_usual_length_is_kept_or_none():
+    item = Path(__file__).parents[2] / "results" / "optimisers-small.json"
+    every, tables, words = read_results(item, most=99)
+    usual = {name for name in every if "×" not in name}
+    assert words == ""
+    assert tables[0].head == ("", "adam", "muon", "soap", "muon-vo")
+    kept, _, words = read_results(item, most=len(usual))
+    assert set(kept) == usual
+    assert f"of {len(every)} curves the {len(usual)} of the usual length" in words
+    none, same, words = read_results(item, most=3)
+    assert none == {}
+    assert len(same) == len(tables)
+    assert f"tables without their {len(every)} curves" in words

@@ -173,6 +173,10 @@ def test_ratios_to_the_baseline(text: Text, fake) -> None:
     assert "\n| e-spa | 6.900 (> 3×) | 5.359 (2×) | – | – |" in page
     data = as_json(gather(item, setting, records))
     assert data["ratios"][2]["steps to the baseline"] == "2"
+    assert data["glance"][:2] == [
+        ["", "adam", "muon", "soap", "muon-vo"],
+        ["pre-ln", "5.000", "4.500 (< 0.5×)", "–", "–"],
+    ]
     assert data["bands"][4] == {
         "claim": "e-spa/muon reaches the loss of pre-ln/adam in at most 2 times its steps",
         "mark": "pass",

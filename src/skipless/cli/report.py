@@ -41,13 +41,12 @@ def command(
     inspections, curves = gather(path for path in paths if path not in results)
     tables = []
     for path in results:
-        found, more = read_results(path)
+        found, more, words = read_results(path, MOST_CURVES)
         tables += more
-        if len(found) <= MOST_CURVES:  # a run that several items share is drawn once
-            new = {name: records for name, records in found.items() if records not in curves.values()}
-            curves |= {_free(name, curves): records for name, records in new.items()}
-        else:
-            print(f"{path}: tables without their {len(found)} curves, too many for a chart; name one item's .json")
+        new = {name: records for name, records in found.items() if records not in curves.values()}
+        curves |= {_free(name, curves): records for name, records in new.items()}  # one that items share is drawn once
+        if words:
+            print(f"{path}: {words}")
     page = render(inspections, curves, title, tables).encode()
     write_whole(out, page)
     print(f"report: {out} ({len(page) / 1000:.0f} kB, {len(inspections)} networks, {len(curves)} runs)")

@@ -21,8 +21,25 @@ def is_results(path: Path) -> bool:
     return path.is_dir() or (path.suffix == ".json" and _read(path) is not None)
 
 
-def read_results(path: Path) -> "tuple[dict[str, list[dict[str, Any]]], list[ResultTable]]":
-    """Curves by item, size and arm, of the runs that stand in the tables, each once; and the tables."""
+def read_results(path: Path, most: int) -> "tuple[dict[str, list[dict[str, Any]]], list[ResultTable], str]":
+    """Curves by item, size and arm, of the runs that stand in the tables, each once; the tables; what was left out.
+
+    Of more than `most` curves those of the usual length are kept, and none if they are too many as well.
+    """
+    curves, tables = _read_all(path, usual=False)
+    if len(curves) <= most:
+        return curves, tables, ""
+    usual, _ = _read_all(path, usual=True)
+    if len(usual) <= most:
+        return (
+            usual,
+            tables,
+            f"of {len(curves)} curves the {len(usual)} of the usual length: more would hide each other",
+        )
+    return {}, tables, f"tables without their {len(curves)} curves, too many for a chart; name one item's .json"
+
+
+def _read_all(path: Path, usual: bool) -> "tuple[dict[str, list[dict[str, Any]]], list[ResultTable]]":
     curves: dict[str, list[dict[str, Any]]] = {}
     tables: list[ResultTable] = []
     folder = path if path.is_dir() else path.parent
@@ -34,7 +51,7 @@ def read_results(path: Path) -> "tuple[dict[str, list[dict[str, Any]]], list[Res
         tables += _tables(data)
         for row in next(iter(data["tables"].values()), []):
             seed, found = records.pop(row["log"].rpartition(" ")[2], (0, None))
-            if found is not None:
+            if found is not None and (row["multiple"] == 1.0 or not usual):
                 longer = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
                 one = f", seed {seed}" if row["seeds"] not in ("1", "–") else ""  # the table's number is a mean
                 curves[f"{data['item']}, {data['scale']}: {row['arm']}{longer}{one}"] = found
@@ -73,6 +90,8 @@ def _tables(data: dict[str, Any]) -> "list[ResultTable]":
         ResultTable(f"{of}: {quantity.replace('_', ' ')}", _COLUMNS, [_cells(row) for row in rows])
         for quantity, rows in data["tables"].items()
     ]
+    if glance := data.get("glance"):
+        tables.insert(0, ResultTable(f"{of}: at a glance", tuple(glance[0]), glance[1:]))
     if ratios := data.get("ratios"):
         tables.append(ResultTable(f"{of}: steps to a loss", tuple(ratios[0]), [tuple(row.values()) for row in ratios]))
     bands = [(band["claim"], band["mark"], band["detail"]) for band in data["bands"]]

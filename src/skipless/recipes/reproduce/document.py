@@ -64,6 +64,7 @@ def markdown(summary: Summary, figure: str = "") -> str:
 def as_json(summary: Summary) -> dict[str, Any]:
     """Every number of the page."""
     item, setting = summary.item, summary.setting
+    glance = grid(item, summary.outcomes)
     tables = {
         quantity: [
             {
@@ -87,6 +88,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "text": setting.text.to_json(),
         "rates": setting.rates,
         "seeds": setting.seeds,
+        **({"glance": [list(line) for line in (glance[0], *glance[1])]} if glance else {}),
         "tables": tables,
         "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(item, summary.outcomes)],
         "bands": [{"claim": claim, "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
