@@ -119,15 +119,19 @@ def test_a_reproduction_that_agrees_and_one_that_does_not(text: Text, fake) -> N
     assert "| e-spa ends below u-spa by more than 0.05 | **fail** | 6.510 ± 0.010 against 6.010 ± 0.010 |" in page
     assert "| E-SPA | 2.79 ± 0.02 | 6.510 ± 0.010 | 1500 | 20 s | 2 | 2e-05 | baselines-small" in page
     assert "![Training curves, and the rates tried](baselines-small.png)" in page
-    assert "All runs are done." in page
+    assert "All runs of the usual arms are done. Only with `--arms all`, and not run: " in page
     assert "At a glance" not in page  # its arms have one name each
 
 
 def test_arms_left_to_the_user_are_named(text: Text, fake) -> None:
     item, setting = ITEMS["optimisers"], Setting.of(SCALES["small"], text)
     page = markdown(gather(item, setting, filled("optimisers", setting, fake, {})))
-    assert "All runs are done. Only with `--arms all`, and not run: Pre-LN, SOAP; " in page
+    assert "All runs of the usual arms are done. Only with `--arms all`, and not run: Pre-LN, SOAP; " in page
     assert "E-SPA, Muon, W_V and W_O at 0.3" in page.splitlines()[-1]
+    begun = missing([item], setting, {}, ("pre-ln/soap",))[0]
+    records = {**filled("optimisers", setting, fake, {}), begun.key: fake(begun, 5.0)}
+    page = markdown(gather(item, setting, records))
+    assert "Only with `--arms all`, and not complete: Pre-LN, SOAP; not run: Pre-LN, Muon, W_V" in page
 
 
 def test_nothing_run_is_said_so(text: Text) -> None:

@@ -19,7 +19,7 @@ def command(
     device: Device = None,
     fresh: Fresh = False,
 ) -> None:
-    """Train 36 blocks without skips or norms on Python's standard library, beside two networks of the usual kind.
+    """Train 36 blocks without skips or norms on Python's standard library, beside Pre-LN and standard attention.
 
     Stop it at any time: the same command goes on from there, and when all is trained only draws and prints again.
     """

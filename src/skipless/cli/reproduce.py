@@ -13,7 +13,7 @@ Data = Annotated[str | None, typer.Option(help="A folder made by `skipless prepa
 Out = Annotated[Path, typer.Option(help="Where logs, tables and figures go.")]
 Rates = Annotated[int | None, typer.Option(help="Learning rates each arm is tried at. Default: the scale's.")]
 Seeds = Annotated[int | None, typer.Option(help="Seeds at the best rate. Default: the scale's.")]
-Budget = Annotated[float | None, typer.Option(help="Seconds; no run is begun that would not end in time.")]
+Budget = Annotated[float | None, typer.Option(help="Seconds; no run is begun that would not end or be saved in time.")]
 ArmNames = Annotated[
     str, typer.Option("--arms", help="Only these arms, by comma; `all` adds those not run by default.")
 ]

@@ -29,8 +29,8 @@ class ModelConfig:
 
     activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are what is kept,
     so that loading needs no solver. hidden=0 means attention-only, with no activation to solve. length is the training
-    length: calibrations and presets use it, and nothing forbids longer sequences. query_key None means zero-query for
-    SPA, normal otherwise.
+    length: calibrations and presets use it, and only calibrations "exact" and "mlp-aware" forbid longer sequences.
+    query_key None means zero-query for SPA, normal otherwise.
     """
 
     vocab_size: int = 32_000

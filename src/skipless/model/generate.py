@@ -72,7 +72,8 @@ def generate(
 
     seed makes sampling repeatable and leaves torch's global generator alone. A row ends after a token of `stop`, which
     it then repeats until all rows have ended. Prompts of unequal length are padded on the left, with an attention_mask
-    (batch, T) that is 0 there. The length may exceed config.length, the training length.
+    (batch, T) that is 0 there. The length may exceed config.length, the training length,
+    except with calibrations "exact" and "mlp-aware".
     """
     new = stream(model, tokens, max_new_tokens, sampling=sampling, seed=seed, stop=stop, attention_mask=attention_mask)
     return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)

@@ -127,7 +127,7 @@ TABLE_6: dict[tuple[str, float], tuple[float, ...]] = {
 def train_loss(name: str) -> tuple[Printed, ...]:
     """Table 1's entry for a preset of WikiText-103, or the text's for Pre-LN; empty where there is none."""
     if name == "pre-ln":
-        return (Printed("Sec. 4 and Fig. 2", "train_loss", PRE_LN_LOSS),)
+        return (Printed("App. G", "train_loss", PRE_LN_LOSS),)
     return (Printed("Table 1", "train_loss", *TABLE_1[name]),) if name in TABLE_1 else ()
 
 

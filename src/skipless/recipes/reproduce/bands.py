@@ -1,6 +1,7 @@
 """Bands: what counts as agreement, said in code before any run. Each is judged from the outcomes and nothing else.
 
-A quantity is the mean over seeds; where seeds differ, half of their range counts against the claim. An arm is named as
+A quantity is the mean over seeds; where seeds differ, half of their range counts against the claim, but for
+gaps, which are of means, and numbers of steps, which are of the first seed. An arm is named as
 in its item, "e-spa"; "e-spa@5" is the same one trained five times as long.
 """
 

@@ -161,10 +161,14 @@ def _sweeps(summary: Summary) -> str:
 
 def _missing(summary: Summary) -> str:
     command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name} --data …"
+    core = {arm.name for arm in summary.item.chosen(summary.setting.scale)}
+    begun = [o.arm.label for name, o in summary.outcomes.items() if o.missing and name not in core]
     further = [arm.label for arm in summary.item.arms if arm.name not in summary.outcomes]
-    more = f" Only with `--arms all`, and not run: {'; '.join(further)}." if further else ""
+    optional = {"not complete": begun, "not run": further}
+    left = [f"{words}: {'; '.join(labels)}" for words, labels in optional.items() if labels]
+    more = f" Only with `--arms all`, and {'; '.join(left)}." if left else ""
     if not summary.to_do:
-        return f"All runs are done.{more}\n"
+        return f"All runs of the usual arms are done.{more}\n" if more else "All runs are done.\n"
     return f"At least {summary.to_do} runs are still missing: `{command}` goes on.{more}\n"
 
 
