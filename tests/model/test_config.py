@@ -61,9 +61,29 @@ def test_replace_follows_sizes_that_were_derived():
     assert ModelConfig(width=64, hidden=100, depth=8).replace(width=128).hidden == 100
 
 
+@pytest.mark.parametrize("name", ["e-spa", "e-spa-tat", "e-spa-gelu", "v-skipinit-ln"])
+def test_replace_shapes_the_activation_for_the_new_depth(name):
+    """DKS and TAT aim at the whole network's C map: kept for 36 blocks, dks-gelu has a slope of 125 over 108."""
+    deeper, anew = preset(f"wikitext103/{name}").replace(depth=108), preset(f"wikitext103/{name}", depth=108)
+    assert deeper == anew
+    assert deeper.replace(depth=36) == preset(f"wikitext103/{name}")
+
+
+def test_replace_leaves_an_activation_of_one_s_own_alone():
+    own = dks("gelu", 36, xi=3.0)
+    assert ModelConfig(activation=own).replace(depth=72).activation == own
+    assert ModelConfig().replace(depth=72, activation=own).activation == own
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: preset("wikitext103/e-spa", hidden=0).replace(hidden=64), "hidden becomes 64.*name one too"),
+        (lambda: ModelConfig(scheme="e-spa"), r"scheme is 'e-spa'; it must be one of .*ExponentialSPA\(\)"),
+        (lambda: ModelConfig(attention_skip=0.98), r"attention_skip is 0.98; it must be a Skip"),
+        (lambda: ModelConfig(hidden=-3), "hidden is -3"),
+        (lambda: Skip.normalised(1.01), r"weight is 1.01; it must lie in \[-1, 1\]"),
+        (lambda: Skip(1.0, float("nan")), "residual is nan"),
         (lambda: ModelConfig(width=100, heads=8), "width=100 is not a multiple of heads=8; the nearest is 96"),
         (lambda: ModelConfig(depth=0), "depth is 0"),
         (lambda: ModelConfig(kv_heads=3), "kv_heads=3 does not divide heads=8"),

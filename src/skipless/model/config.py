@@ -3,6 +3,8 @@
 import dataclasses
 import difflib
 import json
+import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,6 +59,7 @@ class ModelConfig:
     classes: int = 0
 
     def __post_init__(self):
+        _check_kinds(self)
         defaults = {
             "kv_heads": self.heads if self.kv_heads is None else self.kv_heads,
             "hidden": 4 * self.width if self.hidden is None else self.hidden,
@@ -108,8 +111,13 @@ class ModelConfig:
         return self.vocab_size * self.width + self.depth * block
 
     def replace(self, **changes: Any) -> "ModelConfig":
-        """A copy with some fields changed. Unknown names are errors; sizes derived from a changed field follow it."""
+        """A copy with some fields changed. Unknown names are errors; what is derived from a changed field follows it.
+
+        So does an activation shaped by its name: dks-gelu for 36 blocks becomes dks-gelu for 108.
+        """
         _check_names(changes)
+        if "activation" not in changes and (name := _shaped_name(self, changes)):
+            changes["activation"] = name
         derived = {
             "hidden": ("width", 4 * self.width),
             "kv_heads": ("heads", self.heads),
@@ -149,6 +157,27 @@ class ModelConfig:
         return cls.from_dict(json.loads(text))
 
 
+def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
+    """The name to solve again by when what an activation was shaped for changes; None for one of other constants."""
+    if not config.hidden and changes.get("hidden"):
+        raise ValueError(
+            f"hidden becomes {changes['hidden']}, but a network without MLPs has no activation: name one too, such as "
+            "activation='dks-gelu'"
+        )
+    own = config.shaped_activation
+    if not config.hidden or own == ShapedActivation(own.base) or not changes.keys() & {"depth", "mlp_skip"}:
+        return None
+    for name in (f"dks-{own.base}", f"tat-{own.base}"):
+        with suppress(ValueError):
+            solved = dataclasses.astuple(named_activation(name, config.depth, config.mlp_skip))
+            if all(
+                a == b or math.isclose(a, b, rel_tol=1e-6)
+                for a, b in zip(solved, dataclasses.astuple(own), strict=True)
+            ):
+                return name
+    return None
+
+
 def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
     """ "dks-gelu", "tat-leaky_relu" and so on: shaped for `depth` nonlinearities; a bare name is left as it is."""
     method, _, base = name.rpartition("-")
@@ -181,6 +210,17 @@ def _check_names(data: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(sorted(known))}"
             raise ValueError(f"ModelConfig has no field {name!r}; {hint}")
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    if not isinstance(config.scheme, tuple(SCHEMES.values())):
+        kinds = ", ".join(f"{kind.__name__}()" for kind in SCHEMES.values())
+        raise ValueError(f"scheme is {config.scheme!r}; it must be one of {kinds}")
+    for name in ("attention_skip", "mlp_skip"):
+        if not isinstance(value := getattr(config, name), Skip):
+            raise ValueError(f"{name} is {value!r}; it must be a Skip, such as Skip.normalised(0.98)")
+    if config.hidden is not None and (int(config.hidden) != config.hidden or config.hidden < 0):
+        raise ValueError(f"hidden is {config.hidden!r}; it must be an integer of at least 0, which means no MLPs")
 
 
 def _check_sizes(config: ModelConfig) -> None:

@@ -4,6 +4,7 @@ Forward, Σ = X Xᵀ/d. Backward, G = E[g gᵀ] over locations, g the gradient a
 limit, and attention's at any width when its weights are orthogonal (He et al. 2023, Sec. 3 and App. G).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,9 +43,16 @@ class Skip:
     residual: float = 1.0
     trainable: bool = False
 
+    def __post_init__(self):
+        for name in ("shortcut", "residual"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"{name} is {value!r}; a skip's weights must be finite")
+
     @classmethod
     def normalised(cls, weight: float) -> "Skip":
         """α with β = √(1−α²). Sec. 3.4."""
+        if not -1.0 <= weight <= 1.0:
+            raise ValueError(f"a normalised skip's weight is {weight!r}; it must lie in [-1, 1]: β = √(1−α²)")
         return cls(weight, float(np.sqrt(1.0 - weight**2)))
 
 
