@@ -130,8 +130,8 @@ def test_what_auto_chooses(device):
     assert chosen(PlainShape()) == ("triton" if device == "cuda" else "sdpa")
     assert chosen(grad=True) == ("triton" if device == "cuda" else "sdpa")
     assert chosen(queries=64, keys=64) == ("triton" if device == "cuda" else "sdpa")
-    assert chosen(queries=1) == ("triton" if device == "cuda" else "flex")
-    assert chosen(queries=1, width=48) == ("sdpa" if device == "cuda" else "flex")
+    assert chosen(queries=1) == ("triton" if device == "cuda" else "sdpa")
+    assert chosen(queries=1, width=48) == "sdpa"
     assert chosen(dtype=torch.float64) == "sdpa"
     assert chosen(queries=64, keys=64, width=8) == "sdpa"
     table = SymmetricExponentialShape(ExponentialStep.between(0.5, 0.4))

@@ -40,7 +40,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 # "auto" on a CPU: up to this many keys a dense bias (64 MB in float32) is quicker than compiling a kernel.
 _DENSE_KEYS = 4096
-# "auto" on a GPU: up to this many queries is decoding, where flex would compile anew for every length.
+# "auto": up to this many queries is decoding, where flex would compile anew for every length.
 _DECODING_QUERIES = 16
 
 _announced: set[tuple[str, str]] = set()
@@ -129,7 +129,7 @@ def choose(request: Request) -> tuple[str, str]:
         return "sdpa", f"flex cannot: {why}"
     if sdpa.needs_no_bias(request):
         return "sdpa", "plain attention needs no bias, so torch's own kernels run it as they are"
-    if request.q.is_cuda:
+    if request.q.is_cuda or queries <= _DECODING_QUERIES < keys:
         return "sdpa", f"at most {_DECODING_QUERIES} queries (decoding): a dense bias is small"
     if keys <= _DENSE_KEYS:
         return "sdpa", f"on a CPU a dense bias of at most {_DENSE_KEYS} keys is quicker than compiling"
