@@ -22,8 +22,6 @@ def test_attention_at_initialisation_is_exactly_the_shape(shape, query_key, posi
     """W_O A V: every head attends by A, whatever the positions. Sec. 3.3, App. E. In float32 to 1e-6."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
         module = build(shape, query_key, dtype, position=position)
-        if position == "relative" and query_key == "zero-key":
-            continue  # Transformer-XL's position keys are not zero then: the paper zeroes the query
         x = torch.randn(2, T, WIDTH, dtype=dtype)
         expected = module.output(torch.as_tensor(shape.dense(T), dtype=dtype) @ module.value(x))
         torch.testing.assert_close(module(x), expected, atol=tolerance, rtol=0)

@@ -110,7 +110,7 @@ class ShapedAttention(nn.Module):
         if self.bias_gain is not None:
             nn.init.ones_(self.bias_gain)
         if self.relative is not None:
-            self.relative.reset_parameters()
+            self.relative.reset_parameters(key_gain)
 
     def forward(self, x: Tensor, placement: Placement | None = None, cache: LayerCache | None = None) -> Tensor:
         """x (batch, T, width). With a cache the T tokens follow those it holds."""

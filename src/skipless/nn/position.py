@@ -39,7 +39,7 @@ class Rotation:
 class RelativePosition(nn.Module):
     """Transformer-XL's position terms: (q_i+v)·W_KR R_{i−j} + u·k_j. Dai et al. 2019; He et al. 2023, App. E.
 
-    u = v = 0 at initialisation, so that with W_Q = 0 the whole product starts at zero.
+    u = v = 0 at initialisation, so that with W_Q = 0, or W_K = W_KR = 0, the whole product starts at zero.
     """
 
     def __init__(self, width: int, heads: int, head_width: int):
@@ -49,9 +49,9 @@ class RelativePosition(nn.Module):
         self.content_bias = nn.Parameter(torch.zeros(heads, head_width))
         self.position_bias = nn.Parameter(torch.zeros(heads, head_width))
 
-    def reset_parameters(self) -> None:
-        """Position keys as any other matrix; u = v = 0."""
-        init.gaussian_(self.key.weight)
+    def reset_parameters(self, gain: float = 1.0) -> None:
+        """Position keys times the gain of all keys; u = v = 0."""
+        init.gaussian_(self.key.weight, gain) if gain else nn.init.zeros_(self.key.weight)
         nn.init.zeros_(self.content_bias)
         nn.init.zeros_(self.position_bias)
 
