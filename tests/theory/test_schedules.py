@@ -1,3 +1,4 @@
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,6 +35,15 @@ def test_rates_follow_appendix_c(gamma_final, depth):
     assert (np.diff(rates) < 0).all()
     expected = kernels.innovation(gamma_final) ** (np.arange(depth + 1) / depth)
     np.testing.assert_allclose([kernels.innovation(g) for g in rates], expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("gamma_final", [5.0, 15.0, 20.0, 50.0])
+def test_fast_decay_keeps_its_digits(gamma_final):
+    """1−a² = e^{−2γ} is what is left of it: below rounding beside 1 from γ = 18.4 on."""
+    with mpmath.workdps(80):
+        tau = -mpmath.log(1 - mpmath.exp(-2 * mpmath.mpf(gamma_final))) / 4
+        expected = [float(-mpmath.log(1 - mpmath.exp(-n * tau)) / 2) for n in range(1, 5)]
+    np.testing.assert_allclose(schedules.decay_rates(gamma_final, 4)[1:], expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 36, 1000])
@@ -119,6 +129,7 @@ def test_rounding_helpers_stay_on_the_feasible_side():
     [
         (lambda: schedules.exponential_steps(0.0, 4), "gamma_final is 0.0"),
         (lambda: schedules.exponential_steps(np.inf, 4), "use ValueSkipInit"),
+        (lambda: schedules.exponential_steps(400.0, 4), "gamma_final is 400; .*use ValueSkipInit"),
         (lambda: schedules.exponential_steps(0.1, 0), "depth is 0"),
         (lambda: schedules.exponential_steps(0.1, 4, 1.0), "skip_weight is 1.0"),
         (lambda: schedules.exponential_steps(0.1, 4, -0.2), "skip_weight is -0.2"),

@@ -21,7 +21,7 @@ def test_a_stream_gives_the_same_rate_as_one_array():
     assert repeat_rate(iter(np.array_split(tokens, 7))) == repeat_rate(tokens)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.008, 0.05])
+@pytest.mark.parametrize("rate", [0.0, 0.008, 0.05, 0.3, 0.4, 0.7, 0.9])
 def test_sampled_tokens_have_their_rate(rate):
     assert repeat_rate(sample_tokens(rate, 200_000)) == pytest.approx(rate, rel=0.03, abs=1e-12)
 

@@ -1,5 +1,6 @@
 """Depth schedules (App. C) and their adjustment for normalised skips (Sec. 3.4, App. F), without cancellation."""
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -87,7 +88,14 @@ def _tau(gamma_final: float, depth: int) -> float:
     check_decay_rate("gamma_final", gamma_final)
     if np.isinf(gamma_final):
         raise ValueError("gamma_final is ∞; attention would then be the identity in every block: use ValueSkipInit")
-    return float(-np.log(-np.expm1(-2.0 * gamma_final)) / depth)
+    lost = math.exp(-2.0 * gamma_final)  # 1−a², by whichever form loses no digits
+    tau = -(math.log1p(-lost) if lost < 0.5 else math.log(-math.expm1(-2.0 * gamma_final))) / depth
+    if not tau > 0.0:
+        raise ValueError(
+            f"gamma_final is {gamma_final:g}; from about 370 on attention is the identity in every block to rounding: "
+            "use ValueSkipInit"
+        )
+    return tau
 
 
 def _decay_rate(kept: float, q: float) -> float:

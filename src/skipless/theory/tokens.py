@@ -1,5 +1,6 @@
 """Repeated tokens (App. B): the rate r of a corpus, and sequences with a given rate."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -29,8 +30,15 @@ def repeat_rate(tokens: np.ndarray | Iterable[np.ndarray]) -> float:
 
 
 def sample_tokens(rate: float, length: int, seed: int = 0) -> np.ndarray:
-    """Tokens drawn uniformly from 1/r symbols, so that two locations agree with probability r; r = 0 repeats none."""
+    """Tokens of which two agree with probability r: ⌈1/r⌉ symbols, all but one equally likely; r = 0 repeats none."""
     check_repeat_rate(rate)
     if rate == 0.0:
         return np.arange(length)
-    return np.random.default_rng(seed).integers(0, max(round(1.0 / rate), 1), size=length)
+    symbols, draw = math.ceil(1.0 / rate - 1e-9), np.random.default_rng(seed)
+    if math.isclose(symbols * rate, 1.0):
+        return draw.integers(0, symbols, size=length)
+    # (n−1)p² + (1−(n−1)p)² = r, by the root at which n equal symbols have p = 1/n
+    others = (1.0 + math.sqrt((symbols * rate - 1.0) / (symbols - 1))) / symbols
+    likely = np.full(symbols, others)
+    likely[-1] = 1.0 - (symbols - 1) * others
+    return draw.choice(symbols, size=length, p=likely)
