@@ -6,6 +6,7 @@ import pytest
 from skipless.theory import kernels
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.certificate import Band, certify
+from skipless.theory.local_maps import variance_gain
 from skipless.theory.propagation import Attend, Chain, Mlp, Skip, sub_block
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
 from skipless.theory.shaping import dks, tat_leaky_relu
@@ -17,6 +18,30 @@ def attention_only(scheme, depth, skip=None, norm="none"):
     skip = skip or Skip()
     alpha = skip.shortcut if skip.shortcut < 1 else 0.0
     return [sub_block(Attend(shape), skip, norm) for shape in scheme.shapes(depth, alpha)]
+
+
+@pytest.mark.parametrize("base", ["tanh", "silu", "sigmoid", "softplus", "sin", "gelu_tanh"])
+def test_norms_beyond_theory_s_reach_are_a_verdict_and_no_error(base):
+    """A smooth activation at a scale where it is a kink; the reports end with the last block that can be followed."""
+    usual, mlp = Skip(1.0, 1.0), sub_block(Mlp(ShapedActivation(base), 2.0), Skip(1.0, 1.0), "none")
+    blocks = [Chain((each, mlp)) for each in attention_only(StandardAttention(), 36, usual)]
+    certificate = certify(blocks, kernels.uniform(0.02, 20))
+    assert certificate.verdict.kind == "explosion"
+    assert 1 < len(certificate.reports) <= certificate.verdict.block + 1 < 12
+
+
+def test_the_tanh_form_of_gelu_is_judged_like_gelu():
+    blocks = {
+        base: [
+            Chain((each, Mlp(ShapedActivation(base), variance_gain(ShapedActivation(base)))))
+            for each in attention_only(ExponentialSPA(0.005, 0.008), 36)
+        ]
+        for base in ("gelu", "gelu_tanh")
+    }
+    exact, tanh = (certify(each, kernels.uniform(0.008, 60)) for each in blocks.values())
+    assert exact.verdict.kind == tanh.verdict.kind == "drift"
+    assert exact.reports[-1].diagonal_max > 256.0
+    assert tanh.reports[-1].diagonal_max == pytest.approx(exact.reports[-1].diagonal_max, rel=5e-3)
 
 
 @pytest.mark.parametrize("scheme", [StandardAttention(), StandardAttention(alibi_heads=8)])

@@ -1,12 +1,14 @@
 """The certificate: what every block does to the signal, and the first block where it is lost, if any."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from skipless.theory import kernels, propagation
+from skipless.theory.gaussian import OutOfReach
 from skipless.theory.propagation import KernelLayer
 
 VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing"]
@@ -83,8 +85,30 @@ def certify(
     def lost(state: np.ndarray) -> bool:
         return not normalised and not np.diagonal(state).max() < band.lost_norm
 
-    states = propagation.forward(blocks, kernel, stop=lost)
-    return judge(states, propagation.backward(blocks, states), normalised=normalised, band=band)
+    try:
+        states = propagation.forward(blocks, kernel, stop=lost)
+        return judge(states, propagation.backward(blocks, states), normalised=normalised, band=band)
+    except OutOfReach:
+        found = judge(*_within_reach(blocks, kernel), normalised=normalised, band=band)
+    last = found.reports[-1]
+    text = (
+        f"Norms grow beyond what theory can follow in block {last.block + 1}: the squared norm before it is "
+        f"{last.diagonal_max:.3g}, and the activation a kink at that scale."
+    )
+    return found if found.verdict.lost else replace(found, verdict=Verdict("explosion", last.block + 1, text))
+
+
+def _within_reach(blocks: Sequence[KernelLayer], kernel: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Kernels and gains up to the last block through which both can be computed."""
+    states = [np.asarray(kernel, dtype=np.float64)]
+    with suppress(OutOfReach):
+        for block in blocks:
+            states.append(block.forward(states[-1]))
+    while True:
+        try:
+            return states, propagation.backward(blocks, states)
+        except OutOfReach:
+            states.pop()
 
 
 def judge(
@@ -131,7 +155,7 @@ def _verdict(reports: Sequence[BlockReport], normalised: bool, band: Band) -> Ve
                 report.block,
                 f"The signal survives all {last.block} blocks, but from block {report.block} on squared norms leave "
                 f"[{1 / band.drift:g}, {band.drift:g}]: the diagonal ends in "
-                f"[{last.diagonal_min:.3g}, {last.diagonal_max:.3g}]. calibration='exact' keeps it at 1.",
+                f"[{last.diagonal_min:.3g}, {last.diagonal_max:.3g}]. In SPA calibration='exact' keeps it at 1.",
             )
     return Verdict(
         "preserved",

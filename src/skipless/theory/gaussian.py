@@ -25,6 +25,10 @@ _LARGEST_SPREAD = 16.0
 _RADIUS = 13.5
 
 
+class OutOfReach(ValueError):
+    """An input so wide that a smooth activation is a kink in all but name, and its expectations are not computed."""
+
+
 @lru_cache(maxsize=8)
 def nodes(order: int = ORDER) -> tuple[Array, Array]:
     """Gauss-Hermite points x and weights w for N(0, 1): Σ w f(x) = E[f(z)], exact for polynomials below 2·`order`.
@@ -48,7 +52,7 @@ def order_for(spread: float) -> int:
     activation is a kink in all but name, and is refused.
     """
     if not spread <= _LARGEST_SPREAD:
-        raise ValueError(
+        raise OutOfReach(
             f"input of standard deviation {spread:g} saturates or kinks the activation: quadrature holds to "
             f"{_LARGEST_SPREAD:g}. Normalise the stream or lower input_scale"
         )

@@ -84,7 +84,8 @@ def kernel_map(activation: ShapedActivation, kernel: Array, weight_gain: float =
 
     Absolute error below 1e-11·max_i E[φ(√K_ii z)²] at every correlation, ±1 included: the number of terms is chosen
     by Parseval's identity, whose remainder bounds the series uniformly in c; beyond 4096 terms the map refuses (GELU
-    and rectifiers without an input shift have closed forms at any scale). Cosines above 1 by less than 1e-6 are
+    and rectifiers without an input shift have closed forms at any scale, and GELU's stands for its tanh form there,
+    with which it agrees to 1e-5). Cosines above 1 by less than 1e-6 are
     rounding and count as 1. A row with K_ii = 0 is the constant φ(0).
     """
     return weight_gain**2 * _map_kernel(activation, 0, kernel)
@@ -108,7 +109,12 @@ def _map_kernel(activation: ShapedActivation, order: int, kernel: Array) -> Arra
     distinct, where = np.unique(variance, return_inverse=True)
     np.fill_diagonal(cosine, 0.0)  # the diagonal comes from quadrature, and must not decide how many terms are kept
     reach = max(cosine.max(), -cosine.min())
-    exponents, coefficients, square = _series(activation, order, distinct, reach)
+    try:
+        exponents, coefficients, square = _series(activation, order, distinct, reach)
+    except gaussian.OutOfReach:
+        if activation.base == "gelu_tanh" and activation.input_shift == 0.0:
+            return _gelu_pairs(activation, order, cosine + np.eye(len(cosine)), variance)
+        raise
     mapped = _mehler_sum(exponents, coefficients[:, where], cosine)
     np.fill_diagonal(mapped, square[where])
     return mapped
@@ -174,8 +180,10 @@ def _series(f: ShapedActivation, order: int, variance: Array, reach: float) -> t
         a, square = gaussian.hermite_expansion(
             partial(f.derivative, order=order), variance, _PARSEVAL_TOLERANCE, _MOST_TERMS, _order(f, variance)
         )
+    except gaussian.OutOfReach as error:
+        raise gaussian.OutOfReach(f"{f}: {error}") from error
     except ValueError as error:
-        raise ValueError(
+        raise gaussian.OutOfReach(
             f"{f}: {error}; at this scale it is nearly kinked. Normalise the stream or lower input_scale: "
             f"variance {variance.max() / 4:g} takes a quarter of the terms"
         ) from error
