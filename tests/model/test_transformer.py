@@ -219,3 +219,19 @@ def test_calibrated_networks_keep_unit_norms(calibration):
     model = build(config, dtype=torch.float32)
     final = kernels_by_block(model, torch.arange(32)[None])[-1]
     assert np.diagonal(final).mean() == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("name", ["stable-ln", "skip-ln", "pre-ln", "e-spa-ln"])
+def test_the_certificate_starts_where_the_embedding_does(name):
+    """Networks that normalise a growing stream do not rescale their embedding: Σ_0 = I/d, and block 1 outweighs it."""
+    config = preset(f"wikitext103/{name}", width=256, heads=4, depth=12, vocab_size=48, query_key="zero-query")
+    torch.manual_seed(0)
+    model, tokens, cosines = Transformer(config, impl="sdpa"), torch.arange(48)[None], []
+    with torch.no_grad():
+        x, placement = model.embed(tokens), model.placement(tokens)
+        for block in model.each_block():
+            x = block(x, placement, None)
+            cosines.append(kernels.mean_cosine((x[0] @ x[0].T).double().numpy() / 256))
+    reports = signal.certificate(config, signal.input_norm(config) * np.eye(48)).reports
+    assert cosines[0] == pytest.approx(reports[1].mean_cosine, abs=0.05)
+    assert cosines[-1] == pytest.approx(reports[-1].mean_cosine, abs=0.05)

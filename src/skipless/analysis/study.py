@@ -41,10 +41,11 @@ class InputSignal:
 
 @dataclass(frozen=True)
 class Network:
-    """A configuration with the name it has in a figure."""
+    """A configuration with the name it has in a figure. start: the squared norm of its embedded tokens."""
 
     label: str
     config: ModelConfig
+    start: float = 1.0
 
     def details(self) -> list[str]:
         """What sets it apart, in words: attention, skips, norm, MLP."""
@@ -100,7 +101,7 @@ class _Watched:
 def study(network: Network, signal: InputSignal, passed: Callable[[], None] = lambda: None) -> Study:
     """Propagate and judge. `passed` is called twice per block: on the way forward and on the way back."""
     blocks = [_Watched(block, passed) for block in kernel_blocks(network.config)]
-    states = propagation.forward(blocks, signal.kernel())
+    states = propagation.forward(blocks, network.start * signal.kernel())
     gains = propagation.backward(blocks, states)
     certificate = judge(states, gains, normalised=network.config.norm != "none")
     return Study(network, signal, states, certificate)

@@ -10,6 +10,7 @@ from skipless.analysis import paper_kernels
 from skipless.analysis.study import InputSignal, Network
 from skipless.model import presets
 from skipless.model.config import ModelConfig
+from skipless.model.signal import input_norm
 from skipless.theory.feasibility import check_depth, check_length, check_repeat_rate
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import (
@@ -96,7 +97,8 @@ def resolve(name: str, flags: Flags) -> Request:
     else:
         raise _unknown(name)
     signal = _signal(flags, InputSignal(rate))
-    network = Network(LABELS.get(name, name), _configuration(name, scheme, signal, flags))
+    config = _configuration(name, scheme, signal, flags)
+    network = Network(LABELS.get(name, name), config, input_norm(config) if name in presets.PRESETS else 1.0)
     return Request(name, (signal,), (network,), _blocks(flags.blocks, network.config.depth))
 
 

@@ -44,8 +44,18 @@ def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:
     return [block if mlp is None else Chain((block, mlp)) for block in attention]
 
 
-def certificate(config: ModelConfig, kernel: np.ndarray | None = None, length: int = 100) -> Certificate:
-    """What the configuration does to a signal at initialisation: by default to the average kernel of its tokens."""
+def input_norm(config: ModelConfig) -> float:
+    """The diagonal of Σ_0: 1, or 1/d where looked-up rows are not multiplied by √d. App. H."""
+    return 1.0 if config.scales_embedding else 1.0 / config.width
+
+
+def certificate(config: ModelConfig, kernel: np.ndarray | None = None, length: int | None = None) -> Certificate:
+    """What the configuration does to a signal at initialisation: by default to the average kernel of its tokens.
+
+    That kernel has `length` locations: 100, or config.length where that is less, or where nothing else is calibrated.
+    """
     if kernel is None:
-        kernel = kernels.uniform(getattr(config.scheme, "repeat_rate", 0.0), length)
+        fixed = not config.causal and getattr(config.scheme, "calibration", "paper") != "paper"
+        length = length or (config.length if fixed else min(100, config.length))
+        kernel = kernels.uniform(getattr(config.scheme, "repeat_rate", 0.0), length) * input_norm(config)
     return certify(kernel_blocks(config), kernel, normalised=config.norm != "none")

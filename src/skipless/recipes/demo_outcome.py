@@ -7,7 +7,7 @@ import numpy as np
 
 from skipless.data.store import read_manifest
 from skipless.model.generate import Sampling, generate
-from skipless.model.signal import certificate
+from skipless.model.signal import certificate, input_norm
 from skipless.recipes.demo import Arm
 from skipless.theory import kernels
 from skipless.theory.certificate import Verdict
@@ -49,7 +49,7 @@ def read_outcome(arm: Arm, folder: Path) -> Outcome:
     model, schedule = arm.experiment.model, arm.experiment.train
     losses = {record["step"]: record["loss"] for record in read_metrics(folder) if "loss" in record}
     rate = read_manifest(Path(arm.experiment.data.folder or "")).splits["train"].repeat_rate or 0.0
-    judged = certificate(model, kernels.uniform(rate, schedule.length))
+    judged = certificate(model, input_norm(model) * kernels.uniform(rate, schedule.length))
     first, last = (_cosines(folder, step) for step in (0, schedule.steps - 1))
     return Outcome(
         arm,

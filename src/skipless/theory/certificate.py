@@ -143,10 +143,10 @@ def _report(block: int, kernel: np.ndarray, gain: np.ndarray) -> BlockReport:
 
 
 def _verdict(reports: Sequence[BlockReport], normalised: bool, band: Band) -> Verdict:
-    for report in reports[1:]:
-        loss = _loss(report, normalised, band)
-        if loss:
-            return loss
+    forward = (_lost_forward(report, normalised, band) for report in reports[1:])
+    backward = (_lost_backward(report, band) for report in reversed(reports[1:]))
+    if loss := next((verdict for verdict in (*forward, *backward) if verdict), None):
+        return loss
     last = reports[-1]
     for report in reports[1:]:
         if not normalised and not 1 / band.drift <= report.diagonal_min <= report.diagonal_max <= band.drift:
@@ -165,7 +165,7 @@ def _verdict(reports: Sequence[BlockReport], normalised: bool, band: Band) -> Ve
     )
 
 
-def _loss(report: BlockReport, normalised: bool, band: Band) -> Verdict | None:
+def _lost_forward(report: BlockReport, normalised: bool, band: Band) -> Verdict | None:
     """The way in which this block has lost the signal, if it has."""
     at = f"at block {report.block}"
     if report.mean_cosine > band.collapse_cosine:
@@ -175,6 +175,12 @@ def _loss(report: BlockReport, normalised: bool, band: Band) -> Verdict | None:
         return Verdict("explosion", report.block, f"Norms explode {at}: squared norm {report.diagonal_max:.3g}.")
     if not normalised and not report.diagonal_mean > 1 / band.lost_norm:
         return Verdict("vanishing", report.block, f"Norms vanish {at}: squared norm {report.diagonal_mean:.3g}.")
+    return None
+
+
+def _lost_backward(report: BlockReport, band: Band) -> Verdict | None:
+    """The way in which gradients are lost on their way back to this block, if they are."""
+    at = f"at block {report.block}"
     if not report.backward_mean < band.lost_gradient:
         text = f"Gradients explode {at}: squared gradient norm {report.backward_mean:.3g} of the output's."
         return Verdict("explosion", report.block, text)

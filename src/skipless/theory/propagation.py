@@ -4,7 +4,6 @@ Forward, Σ = X Xᵀ/d. Backward, G = E[g gᵀ] over locations, g the gradient a
 limit, and attention's at any width when its weights are orthogonal (He et al. 2023, Sec. 3 and App. G).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from skipless.theory.local_maps import derivative_kernel_map, kernel_map
 from skipless.theory.shapes import AttentionShape
 
 NormPlacement = Literal["none", "pre", "post"]
+_LARGEST_WEIGHT = 1e100  # squares are finite
 
 
 class KernelLayer(Protocol):
@@ -45,8 +45,10 @@ class Skip:
 
     def __post_init__(self):
         for name in ("shortcut", "residual"):
-            if not math.isfinite(value := getattr(self, name)):
-                raise ValueError(f"{name} is {value!r}; a skip's weights must be finite")
+            if not abs(value := getattr(self, name)) <= _LARGEST_WEIGHT:
+                raise ValueError(
+                    f"{name} is {value!r}; a skip's weights must be finite, and at most {_LARGEST_WEIGHT:g}"
+                )
 
     @classmethod
     def normalised(cls, weight: float) -> "Skip":
