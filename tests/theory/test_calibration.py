@@ -4,7 +4,7 @@ import pytest
 from skipless.theory import kernels
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.local_maps import kernel_map, variance_gain
-from skipless.theory.propagation import Attend, Residual, Skip, forward
+from skipless.theory.propagation import Attend, Mlp, Residual, Skip, forward, sub_block
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.theory.shaping import dks, tat_leaky_relu
 
@@ -94,7 +94,7 @@ def test_mlp_aware_is_refused_where_attention_would_be_negative():
         ExponentialSPA(0.005, calibration="mlp-aware").shapes(36, length=64, mlp=lambda k: kernel_map(tat, k))
     gelu = ShapedActivation("gelu")
     gain = variance_gain(gelu)
-    with pytest.raises(ValueError, match="correlations must rise with depth"):
+    with pytest.raises(ValueError, match="in block .* above its target .*, and attention cannot lower them"):
         UniformSPA(0.8, calibration="mlp-aware").shapes(36, mlp=lambda k: kernel_map(gelu, k, gain))
 
 
@@ -114,3 +114,28 @@ def test_mlp_aware_is_refused_where_attention_would_be_negative():
 def test_missing_or_impossible_options_are_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("norm", ["none", "pre", "post"])
+@pytest.mark.parametrize("mlp_skip", [Skip(1.0, 1.0), Skip(1.0, 0.2), Skip()])
+@pytest.mark.parametrize(("calibration", "skip"), [("exact", Skip.normalised(0.98)), ("mlp-aware", Skip())])
+def test_every_branch_keeps_a_unit_diagonal_whatever_the_norm(norm, mlp_skip, calibration, skip):
+    """A norm before attention takes the stream's growth out of the branch, which the row scales must not undo."""
+    shaped = dks("gelu", 36) if calibration == "mlp-aware" else ShapedActivation("gelu")
+    mlp = sub_block(Mlp(shaped, variance_gain(shaped)), mlp_skip, norm).forward
+    scheme = ExponentialSPA(0.2, 0.008, calibration)
+    shapes = scheme.shapes(36, skip.shortcut, length=48, mlp=mlp, normalised=norm == "pre")
+    kernel = kernels.uniform(0.008, 48)
+    for shape in shapes:
+        branch = Attend(shape).forward(kernels.cosine(kernel) if norm == "pre" else kernel)
+        np.testing.assert_allclose(np.diagonal(branch), 1.0, rtol=1e-12)
+        kernel = skip.shortcut**2 * kernel + skip.residual**2 * branch
+        kernel = mlp(kernels.cosine(kernel) if norm == "post" else kernel)
+
+
+def test_correlations_that_an_mlp_has_raised_above_the_target_are_named():
+    mlp = sub_block(Mlp(ShapedActivation("gelu"), 1.5), Skip(), "none").forward
+    with pytest.raises(
+        ValueError, match=r"'mlp-aware' in block 2: the MLP before it leaves cosines of .* use calibration"
+    ):
+        UniformSPA(0.8, 0.008, calibration="mlp-aware").shapes(6, mlp=mlp)

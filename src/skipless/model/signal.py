@@ -21,7 +21,8 @@ def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
         return scheme.shapes(config.depth, skip.shortcut, config.causal)
     mlp = mlp_layer(config)
     through = mlp.forward if mlp is not None else None
-    return scheme.shapes(config.depth, skip.shortcut, config.causal, length=config.length, mlp=through)
+    options = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
+    return scheme.shapes(config.depth, skip.shortcut, config.causal, **options)
 
 
 def mlp_gain(config: ModelConfig) -> float:

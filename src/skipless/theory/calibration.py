@@ -12,6 +12,10 @@ from skipless.theory.tables import DenseShape, RescaledShape, non_negative
 KernelMap = Callable[[np.ndarray], np.ndarray]
 
 
+def _as_it_is(kernel: np.ndarray) -> np.ndarray:
+    return kernel
+
+
 def check_name(name: str, skip_weight: float) -> None:
     """The calibration exists, and exists for these skips."""
     if name not in ("paper", "exact", "mlp-aware"):
@@ -43,17 +47,19 @@ def exact(
     skip_weight: float,
     length: int,
     mlp: KernelMap | None = None,
+    entering: KernelMap = _as_it_is,
 ) -> list[AttentionShape]:
     """The same softmaxes P with D = diag(P Σ̄ Pᵀ)^{−½}, Σ̄ the average kernel propagated so far.
 
-    Every branch then has a unit diagonal, so normalised skips keep one too.
+    Every branch then has a unit diagonal, so normalised skips keep one too. entering: what a norm before attention
+    makes of the stream's kernel.
     Departs: App. F leaves the diagonal free; it reaches 11 at L=36, γ_L=.2, α=.98, T=512.
     """
     kernel = kernels.uniform(repeat_rate, length)
     calibrated: list[AttentionShape] = []
     for shape in shapes:
         weights = np.exp(shape.bias(length))
-        branch = weights @ kernel @ weights.T
+        branch = weights @ entering(kernel) @ weights.T
         scale = 1.0 / np.sqrt(np.diagonal(branch))
         calibrated.append(RescaledShape(shape, scale))
         kernel = skip_weight**2 * kernel + (1.0 - skip_weight**2) * (scale[:, None] * branch * scale[None, :])
@@ -62,7 +68,12 @@ def exact(
 
 
 def mlp_aware(
-    gammas: Sequence[float], repeat_rate: float, causal: bool, length: int, mlp: KernelMap
+    gammas: Sequence[float],
+    repeat_rate: float,
+    causal: bool,
+    length: int,
+    mlp: KernelMap,
+    entering: KernelMap = _as_it_is,
 ) -> list[AttentionShape]:
     """A_l = L_l L̂_{l−1}⁻¹, where L̂ factors the kernel f(Σ_{l−1}) that the MLP before block l left. Sec. 3.4.
 
@@ -77,13 +88,25 @@ def mlp_aware(
         branch = matrix @ average @ matrix.T
         scale = 1.0 / np.sqrt(np.diagonal(branch))
         shapes.append(DenseShape(scale[:, None] * matrix, causal))
-        before, average = mlp(target), mlp(scale[:, None] * branch * scale[None, :])
+        before, average = entering(mlp(target)), entering(mlp(scale[:, None] * branch * scale[None, :]))
     return shapes
 
 
 def uniform_after(mlp: KernelMap, rho: float) -> float:
     """The uniform correlation that the MLP makes of ρ: a uniform kernel stays uniform."""
     return float(kernels.cosine(mlp(kernels.uniform(rho, 2)))[0, 1])
+
+
+def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[tuple[float, float]]:
+    """U-SPA's (ρ_in, ρ_out) per block, ρ_in being what the MLP before the block left."""
+    aware = [*steps[:1], *((uniform_after(mlp, before), after) for before, after in steps[1:])]
+    for block, (before, after) in enumerate(aware, start=1):
+        if before > after:
+            raise ValueError(
+                f"calibration='mlp-aware' in block {block}: the MLP before it leaves cosines of {before:.4g}, above "
+                f"its target {after:.4g}, and attention cannot lower them; use calibration='paper' or 'exact'"
+            )
+    return aware
 
 
 def _factor_ratio(target: np.ndarray, source: np.ndarray, causal: bool) -> np.ndarray:

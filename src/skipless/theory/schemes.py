@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from skipless.theory import calibration
+from skipless.theory import calibration, kernels
 from skipless.theory.feasibility import check_depth, check_repeat_rate
 from skipless.theory.schedules import UniformSchedule, exponential_steps, uniform_steps
 from skipless.theory.shapes import (
@@ -75,19 +75,23 @@ class UniformSPA:
         *,
         length: int | None = None,
         mlp: KernelMap | None = None,
+        normalised: bool = False,
     ) -> list[AttentionShape]:
-        """One shape per block. mlp maps a kernel through the MLP sub-block; length is where "exact" calibrates."""
+        """One shape per block. mlp maps a kernel through the MLP sub-block; length is where "exact" calibrates.
+
+        normalised says that a norm stands before attention, which calibrations beyond the paper's take into account.
+        """
         check_repeat_rate(self.repeat_rate)
         calibration.check_name(self.calibration, skip_weight)
+        entering = (kernels.cosine,) if normalised else ()
         kind = UniformShape if causal else SymmetricUniformShape
         steps = uniform_steps(self.rho_final, depth, self.repeat_rate, self.schedule, skip_weight)
         if self.calibration == "mlp-aware":
-            through = calibration.need_mlp(mlp)
-            steps = steps[:1] + [(calibration.uniform_after(through, before), after) for before, after in steps[1:]]
+            steps = calibration.uniform_aware(steps, calibration.need_mlp(mlp))
         shapes: list[AttentionShape] = [kind(before, after) for before, after in steps]
         if self.calibration == "exact":
             limit = calibration.need_length(length, "exact")
-            return calibration.exact(shapes, self.repeat_rate, skip_weight, limit, mlp)
+            return calibration.exact(shapes, self.repeat_rate, skip_weight, limit, mlp, *entering)
         return shapes
 
 
@@ -110,20 +114,22 @@ class ExponentialSPA:
         *,
         length: int | None = None,
         mlp: KernelMap | None = None,
+        normalised: bool = False,
     ) -> list[AttentionShape]:
         """One shape per block; with a normalised skip α, App. F's decay rates γ_{l,α}."""
         check_repeat_rate(self.repeat_rate)
         calibration.check_name(self.calibration, skip_weight)
+        entering = (kernels.cosine,) if normalised else ()
         kind = ExponentialShape if causal else SymmetricExponentialShape
         steps = exponential_steps(self.gamma_final, depth, skip_weight)
         if self.calibration == "mlp-aware":
             rates, through = [step.gamma_out for step in steps], calibration.need_mlp(mlp)
             limit = calibration.need_length(length, "mlp-aware")
-            return calibration.mlp_aware(rates, self.repeat_rate, causal, limit, through)
+            return calibration.mlp_aware(rates, self.repeat_rate, causal, limit, through, *entering)
         shapes: list[AttentionShape] = [kind(step, self.repeat_rate) for step in steps]
         if self.calibration == "exact":
             limit = calibration.need_length(length, "exact")
-            return calibration.exact(shapes, self.repeat_rate, skip_weight, limit, mlp)
+            return calibration.exact(shapes, self.repeat_rate, skip_weight, limit, mlp, *entering)
         return shapes
 
 
