@@ -235,3 +235,26 @@ def test_the_certificate_starts_where_the_embedding_does(name):
     reports = signal.certificate(config, signal.input_norm(config) * np.eye(48)).reports
     assert cosines[0] == pytest.approx(reports[1].mean_cosine, abs=0.05)
     assert cosines[-1] == pytest.approx(reports[-1].mean_cosine, abs=0.05)
+
+
+@pytest.mark.parametrize("head", [{}, {"head": "token", "classes": 5}])
+@pytest.mark.parametrize("padding", [-100, 3])
+def test_padding_is_not_part_of_the_loss(head, padding):
+    """The mean and its gradients are those of the real tokens alone, whatever stands at the others."""
+    config = ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh", **head)
+    model, mask = build(config), torch.ones(2, 16)
+    mask[0, :12] = 0
+    tokens, targets = torch.randint(50, (2, 16)), torch.randint(5, (2, 16))
+    logits = model(tokens, layout=Layout.left_padded(mask))
+    expected = torch.nn.functional.cross_entropy(logits[mask == 1], targets[mask == 1])
+    slopes = torch.autograd.grad(expected, list(model.parameters()))
+    loss = model(tokens, targets=targets.masked_fill(mask == 0, padding), layout=Layout.left_padded(mask))
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(torch.autograd.grad(loss, list(model.parameters())), slopes, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tokens_without_a_batch_are_refused():
+    model = build(ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh"))
+    with pytest.raises(ValueError, match=r"tokens are shaped \(4,\).*tokens\[None\]"):
+        model(torch.arange(4))

@@ -94,7 +94,7 @@ def test_mlp_aware_is_refused_where_attention_would_be_negative():
         ExponentialSPA(0.005, calibration="mlp-aware").shapes(36, length=64, mlp=lambda k: kernel_map(tat, k))
     gelu = ShapedActivation("gelu")
     gain = variance_gain(gelu)
-    with pytest.raises(ValueError, match="in block .* above its target .*, and attention cannot lower them"):
+    with pytest.raises(ValueError, match=r"in block .* above its target .*, and attention cannot lower them"):
         UniformSPA(0.8, calibration="mlp-aware").shapes(36, mlp=lambda k: kernel_map(gelu, k, gain))
 
 

@@ -15,7 +15,7 @@ from skipless.nn.block import Block
 from skipless.nn.mlp import MLP
 from skipless.nn.position import Rotation
 from skipless.ops.cross_entropy import linear_cross_entropy
-from skipless.ops.layout import Layout
+from skipless.ops.layout import PADDING, Layout
 from skipless.ops.parts import ShapeParts
 from skipless.theory.shapes import AttentionShape
 
@@ -72,6 +72,10 @@ class Transformer(nn.Module):
         past: int = 0,
     ) -> Tensor:
         """X_L, the last block's output after the final norm where there is one: (batch, T, width)."""
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"tokens are shaped {tuple(tokens.shape)}; they must be (batch, T): tokens[None] for one row"
+            )
         x = self.embed(tokens)
         if caches is None and x.is_cuda:
             layout = next(self.each_block()).layers()[0].prepare(x, layout)
@@ -124,11 +128,17 @@ class Transformer(nn.Module):
         return self.head(_mean_over_tokens(hidden, layout) if self.config.head == "pooled" else hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor, layout: Layout | None = None) -> Tensor:
-        """Mean cross entropy of logits(hidden, layout) in nats; targets (batch, T), or (batch,) for a pooled head."""
-        if self.head is None:
-            return linear_cross_entropy(hidden, self.embedding.weight, targets)
-        hidden = _mean_over_tokens(hidden, layout) if self.config.head == "pooled" else hidden
-        return linear_cross_entropy(hidden, self.head.weight, targets, self.head.bias)
+        """Mean cross entropy of logits(hidden, layout) in nats; targets (batch, T), or (batch,) for a pooled head.
+
+        Tokens that the layout calls padding are not counted, and their targets may be any number, such as −100.
+        """
+        head = self.embedding if self.head is None else self.head
+        weight, bias = head.weight, None if self.head is None else self.head.bias
+        if self.config.head == "pooled":
+            return linear_cross_entropy(_mean_over_tokens(hidden, layout), weight, targets, bias)
+        if layout is None or layout.query_documents is None:
+            return linear_cross_entropy(hidden, weight, targets, bias)
+        return _loss_of_tokens(hidden, weight, bias, targets, layout.query_documents != PADDING)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -153,6 +163,19 @@ def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions
     attention = ShapedAttention(config.width, config.heads, shape, config.kv_heads, options)
     mlp = MLP(config.width, config.hidden, config.shaped_activation, config.mlp_bias) if config.hidden else None
     return Block.build(attention, mlp, config.width, (config.attention_skip, config.mlp_skip), config.norm)
+
+
+def _loss_of_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, real: Tensor) -> Tensor:
+    """The mean over real tokens, without a shape that depends on how many there are.
+
+    Padding enters as 0 with target 0: a loss that depends on the bias alone, and is taken off again.
+    """
+    real = real.expand(targets.shape)
+    clean = hidden.masked_fill(~real[..., None], 0.0)
+    mean = linear_cross_entropy(clean, weight, targets.masked_fill(~real, 0), bias)
+    empty = math.log(weight.shape[0]) if bias is None else bias.float().logsumexp(0) - bias[0].float()
+    count = real.sum()
+    return (mean * real.numel() - empty * (real.numel() - count)) / count.clamp(min=1)
 
 
 def _mean_over_tokens(hidden: Tensor, layout: Layout | None) -> Tensor:
