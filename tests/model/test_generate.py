@@ -3,7 +3,9 @@ import torch
 
 from skipless.model.config import ModelConfig
 from skipless.model.generate import Sampling, generate, stream
+from skipless.model.signal import certificate
 from skipless.model.transformer import Transformer
+from skipless.theory.schemes import ExponentialSPA
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +112,26 @@ def test_bad_arguments_are_refused_before_the_first_step(model, prompt):
         stream(model, prompt, 1, attention_mask=mask[:, 1:])
     with pytest.raises(ValueError, match="at least one"):
         stream(model, prompt[:, :0], 1)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "limited"), [(ExponentialSPA(0.05, 0.01, "exact"), True), (ExponentialSPA(0.05), False)]
+)
+def test_a_calibrated_network_says_at_once_how_far_it_goes(scheme, limited):
+    config = ModelConfig(vocab_size=40, width=32, heads=2, depth=6, length=16, scheme=scheme, activation="tanh")
+    model, prompt = Transformer(config, impl="sdpa").eval(), torch.zeros(1, 14, dtype=torch.long)
+    assert generate(model, prompt, 3).shape == (1, 17)
+    if limited:
+        with pytest.raises(ValueError, match=r"max_new_tokens is 8 after 14 .* 16 locations; use max_new_tokens=3,"):
+            generate(model, prompt, 8)
+        with pytest.raises(ValueError, match="use prompts of at most 16 tokens"):
+            generate(model, prompt.repeat(1, 2), 1)
+    else:
+        assert generate(model, prompt, 8).shape == (1, 22)
+
+
+def test_the_certificate_of_a_short_calibrated_network_takes_its_length():
+    config = ModelConfig(
+        depth=8, length=16, width=32, heads=2, scheme=ExponentialSPA(0.2, 0.01, "exact"), activation="tanh"
+    )
+    assert certificate(config).verdict.kind == "preserved"

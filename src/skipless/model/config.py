@@ -98,6 +98,13 @@ class ModelConfig:
         return not standard
 
     @property
+    def most_locations(self) -> int | None:
+        """How many locations attention was calibrated for, where that is a limit; None where any length is served."""
+        calibration = getattr(self.scheme, "calibration", "paper")
+        tables = calibration == "mlp-aware" and isinstance(self.scheme, ExponentialSPA)
+        return self.length if calibration == "exact" or tables else None
+
+    @property
     def shaped_activation(self) -> ShapedActivation:
         """The activation's solved constants."""
         assert isinstance(self.activation, ShapedActivation)  # names are resolved in __post_init__

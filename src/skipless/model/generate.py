@@ -92,6 +92,7 @@ def stream(
     """The continuation of `generate`, one (batch,) tensor per step as it comes. Arguments are checked at once."""
     check_decodable(model, tokens)
     _check_values(model, tokens, max_new_tokens, stop)
+    _check_room(model.config.most_locations, tokens.shape[1], max_new_tokens)
     if attention_mask is not None:
         _check_mask(tokens, attention_mask)
     generator = seed if isinstance(seed, torch.Generator) else None
@@ -132,6 +133,16 @@ def _check_values(model: "Transformer", tokens: Tensor, max_new_tokens: int, sto
     for token in stop:
         if not 0 <= token < size:
             raise ValueError(f"stop token {token} is not in 0 … {size - 1}")
+
+
+def _check_room(most: int | None, past: int, new: int) -> None:
+    """The last token that is generated is not attended to."""
+    if most is not None and past + new - 1 > most:
+        room = f"use max_new_tokens={most - past + 1}" if past <= most else f"use prompts of at most {most} tokens"
+        raise ValueError(
+            f"max_new_tokens is {new} after {past} tokens, but the model's attention is calibrated for {most} "
+            f"locations; {room}, or a model with calibration='paper'"
+        )
 
 
 def _check_mask(tokens: Tensor, attention_mask: Tensor) -> None:

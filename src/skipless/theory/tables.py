@@ -109,6 +109,7 @@ def _check_table(length: int, stored: int, causal: bool) -> int:
         rule = "at most" if causal else "exactly"
         raise ValueError(
             f"length is {length}, but this shape was calibrated for {stored} locations and serves {rule} as many; "
-            f"build the scheme's shapes with length={length}"
+            f"calibrate for {length} (ModelConfig(length={length}), or the scheme's shapes with length={length}), or "
+            "use calibration='paper', which has no such limit"
         )
     return length
