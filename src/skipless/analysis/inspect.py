@@ -58,7 +58,8 @@ def inspect(
     check_batch(model, batch, labels)
     found = find_blocks(model, blocks)
     theory = isinstance(_native(model), Transformer) and blocks is None
-    wanted = Wanted(picture=keep_kernels, kernel=theory, keep=padding(batch))
+    keep = padding(batch)
+    wanted = Wanted(picture=keep_kernels, kernel=theory and keep is None, keep=keep)  # padded rows share no Σ
     recorder, taken = _run(model, batch, found, wanted, _loss_of(model, labels, loss))
     signals, locations = assemble(recorder, taken.groups)
     if theory:
@@ -181,7 +182,7 @@ def _native(model: nn.Module) -> Any:
 def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder: Recorder) -> tuple[BlockSignal, ...]:
     """Beside each measurement what theory expects at initialisation, from the measured Σ_0."""
     start = recorder.described[0].kernel
-    if start is None or recorder.wanted.keep is not None:
+    if start is None:
         return signals
     start = start if start.dtype == torch.float64 else start.cpu().double()
     if not bool(torch.isfinite(start).all() & (torch.diagonal(start) > 0).all()):
