@@ -70,6 +70,9 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, band: Band) ->
             return Verdict("explosion", each.block, f"Activations are not finite {_at(each)}.")
         if each.norm_mean == 0:
             return Verdict("vanishing", each.block, f"Activations are all zero {_at(each)}.")
+        if math.isnan(each.cosine_mean):
+            text = f"Activations are zero {_at(each)} but for at most one location of each row: none can be compared."
+            return Verdict("vanishing", each.block, text)
     return None
 
 
