@@ -114,7 +114,7 @@ class SignalCallback:
 
 def summary(found: Inspection) -> dict[str, float]:
     """What a log line holds: extremes over depth of norms, cosine, rank, outliers and gradients; lost_block is the
-    block that loses the signal, 0 while it is healthy."""
+    block that loses the signal, 1 also where it is lost before that, 0 while it is healthy."""
     blocks = found.blocks[1:]
     gradients = [each.gradient_mean for each in blocks if each.gradient_mean is not None]
     ratios = [each.query_key_gradient for each in blocks if each.query_key_gradient is not None]
@@ -126,7 +126,7 @@ def summary(found: Inspection) -> dict[str, float]:
         "effective_rank_min": min(each.effective_rank for each in blocks),
         "kurtosis_max": max(each.kurtosis for each in blocks),
         "outlier_max": max(each.outlier for each in blocks),
-        "lost_block": float(found.verdict.block or 0) if found.verdict.lost else 0.0,
+        "lost_block": float(found.verdict.block or 1) if found.verdict.lost else 0.0,
     }
     if gradients:
         metrics |= {"gradient_min": min(gradients), "gradient_max": max(gradients)}

@@ -72,6 +72,12 @@ class Recorder:
         return {index: value.cpu().numpy() for index, value in self._gradients.items()}
 
     @property
+    def real(self) -> np.ndarray:
+        """False at padding, (rows, T), or one True for all."""
+        keep = self.wanted.keep
+        return np.array(True) if keep is None else keep.cpu().numpy()
+
+    @property
     def attention(self) -> dict[int, AttentionStats]:
         """By block, from 1; blocks whose attention could not be seen are missing."""
         return {index: AttentionStats.of(sums) for index, sums in self._attention.items()}
@@ -157,8 +163,6 @@ class Recorder:
     def _arrived(self, index: int, gradient: Tensor) -> None:
         with self.watch.around(gradient.device):
             norms = torch.linalg.vector_norm(self._rows(gradient.detach()), dim=-1, dtype=wide(gradient)).square()
-            if self.wanted.keep is not None:
-                norms = norms.masked_fill(~self.wanted.keep.to(norms.device), torch.nan)
             self._gradients.setdefault(index, norms)
 
     def _rows(self, x: Tensor) -> Tensor:
