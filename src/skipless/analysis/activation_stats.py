@@ -43,7 +43,7 @@ class ActivationStats:
 @dataclass(frozen=True, eq=False)
 class Wanted:
     """What to compute: at most `rows` rows; the spectrum, whose cost is cubic in min(T, width); whether attention is
-    watched; keep, (batch, T), is False at padding."""
+    watched; keep, (batch, T), is False at padding; given is (batch, T) of ids or mask, which tells layouts apart."""
 
     rows: int | None = None
     spectrum: bool = True
@@ -51,6 +51,7 @@ class Wanted:
     kernel: bool = False
     attention: bool = True
     keep: Tensor | None = None
+    given: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)

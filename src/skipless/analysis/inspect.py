@@ -19,7 +19,7 @@ from skipless.analysis.measure import Recorder
 from skipless.analysis.parameter_gradients import GradientTaker, matrix_sizes
 from skipless.analysis.prediction import predict
 from skipless.analysis.probe_loss import labelled_loss, unit_gradient
-from skipless.analysis.request import Batch, check_batch, given_labels, model_inputs, padding
+from skipless.analysis.request import Batch, check_batch, given_labels, model_inputs, padding, rows_and_length
 from skipless.analysis.uncompiled import uncompiled
 from skipless.model import signal
 from skipless.model.transformer import Transformer
@@ -60,7 +60,8 @@ def inspect(
     found = find_blocks(model, blocks)
     theory = isinstance(_native(model), Transformer) and blocks is None
     keep = padding(batch)
-    wanted = Wanted(picture=keep_kernels, kernel=theory and keep is None, keep=keep)  # padded rows share no Σ
+    shared = theory and keep is None  # padded rows share no Σ
+    wanted = Wanted(picture=keep_kernels, kernel=shared, keep=keep, given=rows_and_length(batch))
     recorder, taken = _run(model, batch, found, wanted, _loss_of(model, labels, loss))
     signals, locations = assemble(recorder, taken.groups)
     if theory:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from skipless.analysis.activation_stats import ActivationStats, Described, Wanted, describe, wide
 from skipless.analysis.attention_watch import AttentionWatch, of_shaped
 from skipless.analysis.attention_weights import AttentionStats
+from skipless.analysis.layout import batch_second, check_locations, rows_first
 from skipless.analysis.stopwatch import Stopwatch
 from skipless.nn.attention import ShapedAttention
 
@@ -37,7 +38,7 @@ class Recorder:
         self._carries: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
-        self._swapped = any(getattr(m, "batch_first", True) is False for _, b in blocks for m in b.modules())
+        self._swapped = False
         self._entered: Tensor | None = None
         self._open = ExitStack()
 
@@ -106,7 +107,8 @@ class Recorder:
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = _exchanged(args, kwargs, x, lifted)
                     x = lifted
-                self._check(x)
+                self._swapped = batch_second(x, (block for _, block in self.blocks), self.wanted.given)
+                check_locations(self._rows(x), self.wanted.keep)
                 self._note(0, x)
             self._entered, self.current = x.detach(), index
             return changed
@@ -139,19 +141,6 @@ class Recorder:
             raise ValueError(f"block {name} ran twice in one forward (shared weights?), so its signal has two depths")
         raise ValueError(f"block {name} ran before {self.blocks[expected - 1][0]}; name blocks in the order they run")
 
-    def _check(self, x: Tensor) -> None:
-        batch, length = self._rows(x).shape[:2]
-        if length < 2:
-            raise ValueError("the batch has 1 location per row; cosines compare locations, so give at least 2 tokens")
-        keep = self.wanted.keep
-        if keep is not None and keep.shape != (batch, length):
-            raise ValueError(
-                f"attention_mask is {tuple(keep.shape)} but the first block reads {(batch, length)} locations; "
-                "leave the mask out, or give one entry per location"
-            )
-        if keep is not None and int(keep.sum(-1).min()) < 2:
-            raise ValueError("a row of the batch has fewer than 2 tokens outside the padding; leave such rows out")
-
     def _note(self, index: int, x: Tensor) -> None:
         """Measure activations now and their gradient when it comes."""
         wanted = self.wanted if index == 0 else replace(self.wanted, kernel=False)
@@ -166,11 +155,7 @@ class Recorder:
             self._gradients.setdefault(index, norms)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """(batch, T, width), whatever the model's layout."""
-        if x.dim() == 2:
-            return x[None]
-        x = x.flatten(1, -2)
-        return x.transpose(0, 1) if self._swapped else x
+        return rows_first(x, self._swapped)
 
 
 def hidden(values: Any) -> Tensor:
