@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from skipless.analysis.callback import SignalCallback
 from skipless.analysis.inspect import inspect
 
 ROWS, LENGTH, WIDTH = 8, 24, 32
@@ -75,3 +76,13 @@ def test_torchs_own_layers_say_it_themselves():
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     found = inspect(nn.Sequential(nn.Embedding(50, WIDTH), encoder), tokens().T)
     assert found.locations["norm"].shape == (4, LENGTH)
+
+
+def test_a_training_step_tells_by_its_own_batch():
+    model = network(True)
+    callback = SignalCallback(model)
+    with callback.around(0):
+        model(tokens()).square().sum().backward()
+    found = callback.history[0][1]
+    assert found.locations["norm"].shape == (9, LENGTH)
+    assert found.verdict.kind == "collapse"

@@ -26,7 +26,8 @@ class Recorder:
     """A context in which the given blocks are measured. Outside it the model has no hook of ours.
 
     live is for a training loop: each block's first run counts, further ones (gradient accumulation, recomputed
-    activations) are let pass. Otherwise a block that runs twice is an error, since its numbers would be of two places.
+    activations) are let pass, and refused says why a batch cannot be measured. Otherwise that is an error, as is a
+    block that runs twice, since its numbers would be of two places.
     """
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], wanted: Wanted, *, live: bool = False):
@@ -35,6 +36,7 @@ class Recorder:
         self.last: Tensor | None = None
         self.watch = Stopwatch()
         self.current: int | None = None
+        self.refused: str | None = None
         self._carries: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
@@ -108,7 +110,8 @@ class Recorder:
                     changed = _exchanged(args, kwargs, x, lifted)
                     x = lifted
                 self._swapped = batch_second(x, (block for _, block in self.blocks), self.wanted.given)
-                check_locations(self._rows(x), self.wanted.keep)
+                if not self._accepts(self._rows(x)):
+                    return None
                 self._note(0, x)
             self._entered, self.current = x.detach(), index
             return changed
@@ -132,7 +135,7 @@ class Recorder:
     def _first_run(self, index: int) -> bool:
         """Whether this run of a block counts; raises where it comes out of turn."""
         expected = max(len(self.described), 1)
-        if index == expected:
+        if index == expected and self.refused is None:
             return True
         if self.live:
             return False
@@ -140,6 +143,19 @@ class Recorder:
         if index < expected:
             raise ValueError(f"block {name} ran twice in one forward (shared weights?), so its signal has two depths")
         raise ValueError(f"block {name} ran before {self.blocks[expected - 1][0]}; name blocks in the order they run")
+
+    def _accepts(self, x: Tensor) -> bool:
+        rows, keep = self.wanted.rows, self.wanted.keep
+        if self.live and keep is not None and keep.shape != x.shape[:2]:
+            keep = None  # of something else, such as a text without the image before it
+            self.wanted = replace(self.wanted, keep=None)
+        try:
+            check_locations(x[:rows], None if keep is None else keep[:rows])
+        except ValueError as error:
+            if not self.live:
+                raise
+            self.refused = str(error)
+        return self.refused is None
 
     def _note(self, index: int, x: Tensor) -> None:
         """Measure activations now and their gradient when it comes."""
