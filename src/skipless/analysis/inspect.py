@@ -58,18 +58,16 @@ def inspect(
     labels = given_labels(batch, labels)
     check_batch(model, batch, labels)
     found = find_blocks(model, blocks)
-    theory = isinstance(_native(model), Transformer) and blocks is None
     keep = padding(batch)
-    shared = theory and keep is None  # padded rows share no Σ
-    wanted = Wanted(picture=keep_kernels, kernel=shared, keep=keep, given=rows_and_length(batch))
+    theory = isinstance(_native(model), Transformer) and blocks is None and keep is None  # padded rows share no Σ
+    wanted = Wanted(picture=keep_kernels, kernel=theory, keep=keep, given=rows_and_length(batch))
     recorder, taken = _run(model, batch, found, wanted, _loss_of(model, labels, loss))
     signals, locations = assemble(recorder, taken.groups)
     if theory:
         signals = _with_theory(signals, _native(model), recorder)
     verdict, advice = diagnose(signals, Structure.of(model, found, signals), band)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
-    kept = np.stack(pictures) if pictures else None
-    return Inspection(name, signals, verdict, advice, kept, locations)
+    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations)
 
 
 def assemble(
