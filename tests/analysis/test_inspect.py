@@ -158,6 +158,17 @@ def test_our_hugging_face_wrapper_gives_the_same_numbers():
     assert two.blocks[1].predicted is not None
 
 
+def test_rows_of_unequal_padding_in_our_hugging_face_wrapper():
+    model = SkiplessForCausalLM.from_native(network("e-spa", depth=6))
+    mask = torch.ones(2, 32, dtype=torch.long)
+    mask[0, 20:] = 0
+    found = inspect(model, {"input_ids": tokens(), "attention_mask": mask})
+    alone = [inspect(model, tokens()[:1, :20]), inspect(model, tokens()[1:])]
+    assert found.healthy
+    assert found.blocks[6].predicted is None  # rows differ in length, and theory follows one Σ
+    assert found.blocks[6].cosine_mean == pytest.approx(sum(e.blocks[6].cosine_mean for e in alone) / 2, abs=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_a_compiled_model_is_run_eagerly():
     model = network("pre-ln", depth=3)

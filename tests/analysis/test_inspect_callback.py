@@ -97,6 +97,54 @@ def test_an_error_in_the_step_takes_the_hooks_away():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+class Wrapper(nn.Module):
+    """A training module that hands its batch on."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch: dict) -> torch.Tensor:
+        return self.network(**batch).loss
+
+
+def padded(real: int) -> tuple[nn.Module, dict]:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, **sizes))
+    ids, mask = torch.randint(1, 64, (2, 40)), torch.ones(2, 40, dtype=torch.long)
+    ids[0, real:], mask[0, real:] = 0, 0
+    return model, {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("how", ["names", "places", "wrapper"])
+def test_padding_is_left_out(how):
+    model, batch = padded(6)
+    expected = inspect(model, {name: value[:1, :6] for name, value in batch.items()})
+    whole = inspect(model, batch)
+    outer = Wrapper(model) if how == "wrapper" else model
+    callback = SignalCallback(outer)
+    with callback.around(0):
+        if how == "places":
+            model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss.backward()
+        else:
+            (outer(batch) if how == "wrapper" else outer(**batch).loss).backward()
+    found = callback.history[0][1]
+    for one, two, three in zip(found.blocks, expected.blocks, whole.blocks, strict=True):
+        assert one.cosine_mean == pytest.approx(two.cosine_mean, abs=1e-5)
+        assert one.gradient_mean == pytest.approx(three.gradient_mean, rel=1e-5)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in outer.modules())
+
+
+def test_a_row_that_is_all_padding_is_not_logged(caplog):
+    model, batch = padded(1)
+    callback = SignalCallback(model)
+    with callback.around(0):
+        model(**batch).loss.backward()
+    assert callback.history == []
+    assert "step 0: a row of the batch has fewer than 2 tokens outside the padding" in caplog.text
+
+
 def test_bad_options_are_named():
     with pytest.raises(ValueError, match="every is 0"):
         SignalCallback(network(), every=0)

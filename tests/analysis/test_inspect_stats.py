@@ -55,6 +55,19 @@ def test_padding_is_left_out():
     assert got.norms[:4] == pytest.approx((each[0].norms + each[1].norms[:4]) / 2)
 
 
+def test_cosines_are_between_locations_that_are_not_zero():
+    x = torch.randn(3, 6, 8).double()
+    x[0, [0, 3]], x[1, 1:] = 0, 0
+    got = describe(x, Wanted()).numbers()
+    kept = [describe(x[:1, [1, 2, 4, 5]], Wanted()).numbers(), describe(x[2:], Wanted()).numbers()]
+    assert got.cosine_mean == pytest.approx(np.mean([e.cosine_mean for e in kept]), rel=1e-12)
+    assert got.cosine_quantiles == pytest.approx(np.mean([e.cosine_quantiles for e in kept], axis=0), rel=1e-12)
+    assert got.norm_min == 0
+    assert math.isnan(describe(x[1:2], Wanted()).numbers().cosine_mean)
+    x[0, 1] = math.nan
+    assert math.isnan(describe(x[:1], Wanted()).numbers().cosine_mean)
+
+
 def test_zero_and_infinite_activations_give_numbers_not_errors():
     assert describe(torch.zeros(1, 3, 4), Wanted()).numbers().norm_mean == 0
     assert math.isnan(describe(torch.full((1, 3, 4), math.inf), Wanted()).numbers().effective_rank)

@@ -56,6 +56,31 @@ def test_models_of_others_and_named_blocks():
     assert len(rounding(network("e-spa", depth=6), TOKENS, blocks=["blocks.1"])) == 1
 
 
+def encoder(batch_first: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=batch_first)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def test_layouts_do_not_matter():
+    """Rows whose means differ: taken over anything but a row's locations, the share comes out far smaller."""
+    x = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(0)) + torch.tensor([3.0, -3.0])[:, None, None]
+    expected = rounding(encoder(True), x)
+    assert rounding(encoder(False), x.transpose(0, 1)) == pytest.approx(expected, rel=0.05)
+    assert rounding(encoder(True), x[0]) == pytest.approx(rounding(encoder(True), x[:1]), rel=0.05)
+
+
+def test_padding_is_left_out():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 300}
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, pad_token_id=0, **sizes))
+    ids, mask = TOKENS[:1].clone(), torch.ones(1, 48, dtype=torch.long)
+    ids[:, 12:], mask[:, 12:] = 0, 0
+    padded = rounding(llama, {"input_ids": ids, "attention_mask": mask})
+    assert padded == pytest.approx(rounding(llama, ids[:, :12]), rel=0.02)
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="use 'bf16' or 'fp16'"):
         rounding(network("e-spa", depth=6), TOKENS, "fp32")

@@ -43,7 +43,7 @@ class ActivationStats:
 @dataclass(frozen=True, eq=False)
 class Wanted:
     """What to compute: at most `rows` rows; the spectrum, whose cost is cubic in min(T, width); whether attention is
-    watched; keep, (batch, T), is False at padding."""
+    watched; keep, (batch, T), is False at padding; given is (batch, T) of ids or mask, which tells layouts apart."""
 
     rows: int | None = None
     spectrum: bool = True
@@ -51,6 +51,7 @@ class Wanted:
     kernel: bool = False
     attention: bool = True
     keep: Tensor | None = None
+    given: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +67,11 @@ class Described:
     def numbers(self) -> ActivationStats:
         """Fetched and averaged over rows."""
         values = self.values.cpu().numpy()
-        mean = [float(value) for value in values.mean(axis=0)]
+        mean = [float(value) for value in _mean_over_rows(values)]  # a row without two non-zero locations has no cosine
         effective, stable = self.ranks()
         return ActivationStats(
             norm_min=float(values[:, 0].min()),
-            norm_mean=mean[1],
+            norm_mean=float(values[:, 1].mean()),
             norm_max=float(values[:, 2].max()),
             cosine_mean=mean[3],
             cosine_quantiles=tuple(mean[4:9]),
@@ -122,11 +123,15 @@ def _chunks(x: Tensor, keep: Tensor | None) -> Iterator[tuple[int, Tensor]]:
 
 
 def _values(rows: Tensor, gram: Tensor) -> Tensor:
-    """(n, 12): norm min, mean, max, cosine mean, five quantiles, collapse, kurtosis, outlier."""
+    """(n, 12): norm min, mean, max, cosine mean, five quantiles, collapse, kurtosis, outlier.
+
+    Cosines are between locations that are not zero: a row of fewer than two has NaN.
+    """
     length = rows.shape[-2]
     norm = torch.diagonal(gram, dim1=-2, dim2=-1)
     above, right = torch.triu_indices(length, length, 1, device=gram.device)
-    pairs = cosines(gram)[:, above, right]
+    apart = (norm[:, above] != 0) & (norm[:, right] != 0)
+    pairs, count = cosines(gram)[:, above, right], apart.sum(-1)
     share = gram.mean((-2, -1)) * length / norm.sum(-1)
     flat = rows.flatten(1)
     square = (flat - flat.mean(-1, keepdim=True)).square_()
@@ -135,8 +140,8 @@ def _values(rows: Tensor, gram: Tensor) -> Tensor:
             norm.amin(-1),
             norm.mean(-1),
             norm.amax(-1),
-            pairs.mean(-1),
-            *_quantiles(pairs),
+            pairs.where(apart, 0.0).sum(-1) / count,
+            *_quantiles(pairs, count),
             (1.0 - share).clamp(min=0.0).sqrt(),
             square.square().mean(-1) / square.mean(-1).square(),
             torch.maximum(flat.amax(-1), -flat.amin(-1)) / (norm.mean(-1)).sqrt(),
@@ -145,16 +150,17 @@ def _values(rows: Tensor, gram: Tensor) -> Tensor:
     )
 
 
-def _quantiles(pairs: Tensor) -> list[Tensor]:
-    """By linear interpolation, as numpy; by hand because torch.quantile refuses more than 16 million values."""
-    ordered = pairs.sort().values
-    count = ordered.shape[-1]
+def _quantiles(pairs: Tensor, count: Tensor) -> list[Tensor]:
+    """Of each row's `count` cosines, the rest being NaN. By linear interpolation, as numpy; by hand because
+    torch.quantile refuses more than 16 million values."""
+    ordered = pairs.sort().values  # NaN last
+    last = (count - 1).clamp(min=0)[:, None]
     found = []
     for share in QUANTILES:
-        at = share * (count - 1)
-        below = int(at)
-        above = min(below + 1, count - 1)
-        found.append(ordered[:, below] + (at - below) * (ordered[:, above] - ordered[:, below]))
+        at = share * last.to(pairs)
+        below = at.long()
+        low, high = ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last))
+        found.append((low + (at - below) * (high - low))[:, 0])
     return found
 
 

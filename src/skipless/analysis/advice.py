@@ -23,6 +23,9 @@ def advise(verdict: Verdict, signals: Sequence[BlockSignal], structure: "Structu
         return _against_drift(signals, structure)
     if verdict.kind == "collapse":
         return _against_collapse(signals, structure)
+    last = signals[-1].gradient_mean
+    if verdict.block == signals[-1].block and last is not None and not 0 < last < math.inf:
+        return "This gradient comes from what follows the last block: look at the head and at the loss."
     return _against_scale(verdict, structure)
 
 

@@ -14,6 +14,7 @@ from skipless.analysis.diagnose import Structure, diagnose
 from skipless.analysis.find_blocks import find_blocks
 from skipless.analysis.inspect import assemble
 from skipless.analysis.inspection import Inspection
+from skipless.analysis.listening import listening
 from skipless.analysis.measure import Recorder
 from skipless.analysis.parameter_gradients import gradient_norms
 from skipless.analysis.uncompiled import uncompiled
@@ -32,7 +33,8 @@ class SignalCallback:
                 loss(model, batch).backward()
             optimizer.step(); optimizer.zero_grad()
 
-    The first row of the step's own batch is measured by hooks that exist during that step only. The first call is
+    The first row of the step's own batch is measured by hooks that exist during that step only; padding is left out
+    where the model is called with an attention_mask, (batch, T). The first call is
     always measured; a later one waits until all measuring, its own expected cost included, is within `budget` of the
     time since then.
     history holds (step, Inspection); log(step, metrics) goes to the "skipless" logger unless given.
@@ -83,6 +85,7 @@ class SignalCallback:
             self._open.enter_context(uncompiled(self.model))  # hooks do not run in compiled code
         self._recorder = Recorder(self.blocks, Wanted(rows=1, picture=False, attention=False), live=True)
         self._open.enter_context(self._recorder)
+        self._open.enter_context(listening(self.model, self._recorder))
 
     def finish(self, step: int) -> dict[str, float] | None:
         """After its backward, before gradients are cleared: take the hooks away, log, and return what was logged."""
@@ -91,7 +94,8 @@ class SignalCallback:
         if recorder is None:
             return None
         if len(recorder.described) <= len(self.blocks):
-            logger.warning("step %d: not every block ran, so its signal is not logged", step)
+            reason = recorder.refused or "not every block ran"
+            logger.warning("step %d: %s, so its signal is not logged", step, reason)
             return None
         measuring = recorder.watch.seconds  # waits until a GPU has done this step's work, which is not ours
         started = time.perf_counter()
@@ -114,7 +118,7 @@ class SignalCallback:
 
 def summary(found: Inspection) -> dict[str, float]:
     """What a log line holds: extremes over depth of norms, cosine, rank, outliers and gradients; lost_block is the
-    block that loses the signal, 0 while it is healthy."""
+    block that loses the signal, 1 also where it is lost before that, 0 while it is healthy."""
     blocks = found.blocks[1:]
     gradients = [each.gradient_mean for each in blocks if each.gradient_mean is not None]
     ratios = [each.query_key_gradient for each in blocks if each.query_key_gradient is not None]
@@ -126,7 +130,7 @@ def summary(found: Inspection) -> dict[str, float]:
         "effective_rank_min": min(each.effective_rank for each in blocks),
         "kurtosis_max": max(each.kurtosis for each in blocks),
         "outlier_max": max(each.outlier for each in blocks),
-        "lost_block": float(found.verdict.block or 0) if found.verdict.lost else 0.0,
+        "lost_block": float(found.verdict.block or 1) if found.verdict.lost else 0.0,
     }
     if gradients:
         metrics |= {"gradient_min": min(gradients), "gradient_max": max(gradients)}

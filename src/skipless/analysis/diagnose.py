@@ -70,6 +70,9 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, band: Band) ->
             return Verdict("explosion", each.block, f"Activations are not finite {_at(each)}.")
         if each.norm_mean == 0:
             return Verdict("vanishing", each.block, f"Activations are all zero {_at(each)}.")
+        if math.isnan(each.cosine_mean):
+            text = f"Activations are zero {_at(each)} but for at most one location of each row: none can be compared."
+            return Verdict("vanishing", each.block, text)
     return None
 
 
@@ -98,11 +101,15 @@ def _norms_lost(signals: Sequence[BlockSignal], structure: Structure, band: Band
 
 
 def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
-    """From the output backwards, the first block whose gradient is gone; the input itself is not judged."""
-    for each in reversed(signals[1:]):
+    """From the output backwards, the first block whose gradient is gone; the input's need only be finite."""
+    for each in reversed(signals):
         gain = each.gradient_mean
-        if gain is None:
+        if not all(map(math.isfinite, [gain or 0.0, *each.parameter_gradients.values()])):
+            return Verdict("explosion", max(each.block, 1), f"Gradients are not finite {_at(each)}.")
+        if gain is None or each.block == 0:
             continue
+        if gain == 0:
+            return Verdict("vanishing", each.block, f"Gradients are all zero {_at(each)}.")
         if not gain < band.lost_gradient:
             text = f"Gradients explode {_at(each)}: squared gradient norm {gain:.3g} times the output's."
             return Verdict("explosion", each.block, text)
@@ -131,7 +138,7 @@ def _kept(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> V
 def _query_key_words(signals: Sequence[BlockSignal], block: int) -> str:
     """Whether queries and keys still learn after a collapse."""
     after = [each.query_key_gradient for each in signals[max(block, 1) :] if each.query_key_gradient is not None]
-    if not after or max(after) > 1e-2:
+    if not after or not all(ratio <= 1e-2 for ratio in after):
         return ""
     return (
         f" From there on the gradients of queries and keys are at most {max(after):.1g} of those of values and outputs."

@@ -1,5 +1,6 @@
 """A single bad block: one that differs from both of its neighbours by orders of magnitude."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -95,4 +96,4 @@ def _dips(signals: Sequence[BlockSignal], block: int, value: Callable[[BlockSign
     here, others = value(signals[block]), [value(signals[b]) for b in near]
     if here is None or not others:
         return False
-    return all(other is not None and other > 1e-12 and here < _DIP * other for other in others)
+    return all(other is not None and 1e-12 < other < math.inf and here < _DIP * other for other in others)

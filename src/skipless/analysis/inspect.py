@@ -1,5 +1,6 @@
 """inspect(model, batch): where the signal of a network dies, from one forward and one backward pass."""
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from skipless.analysis.measure import Recorder
 from skipless.analysis.parameter_gradients import GradientTaker, matrix_sizes
 from skipless.analysis.prediction import predict
 from skipless.analysis.probe_loss import labelled_loss, unit_gradient
-from skipless.analysis.request import Batch, check_batch, given_labels, model_inputs, padding
+from skipless.analysis.request import Batch, check_batch, given_labels, model_inputs, padding, rows_and_length
 from skipless.analysis.uncompiled import uncompiled
 from skipless.model import signal
 from skipless.model.transformer import Transformer
@@ -57,16 +58,16 @@ def inspect(
     labels = given_labels(batch, labels)
     check_batch(model, batch, labels)
     found = find_blocks(model, blocks)
-    theory = isinstance(_native(model), Transformer) and blocks is None
-    wanted = Wanted(picture=keep_kernels, kernel=theory, keep=padding(batch))
+    keep = padding(batch)
+    theory = isinstance(_native(model), Transformer) and blocks is None and keep is None  # padded rows share no Σ
+    wanted = Wanted(picture=keep_kernels, kernel=theory, keep=keep, given=rows_and_length(batch))
     recorder, taken = _run(model, batch, found, wanted, _loss_of(model, labels, loss))
     signals, locations = assemble(recorder, taken.groups)
     if theory:
         signals = _with_theory(signals, _native(model), recorder)
     verdict, advice = diagnose(signals, Structure.of(model, found, signals), band)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
-    kept = np.stack(pictures) if pictures else None
-    return Inspection(name, signals, verdict, advice, kept, locations)
+    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations)
 
 
 def assemble(
@@ -78,21 +79,21 @@ def assemble(
         raise ValueError(f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]")
     names = ["input", *(name for name, _ in recorder.blocks)]
     depth = len(recorder.blocks)
-    gradient_norms, attention, carries = recorder.gradients, recorder.attention, recorder.carries
+    gradient_norms, attention, carries, real = recorder.gradients, recorder.attention, recorder.carries, recorder.real
     last = gradient_norms.get(depth)
-    unit = float(np.nanmean(last)) if last is not None and np.nanmean(last) > 0 else None
+    unit = None if last is None else _unit(float(last.mean(where=real)))
     signals = []
     for index, (name, stats) in enumerate(zip(names, recorder.stats, strict=True)):
         arrived, seen = gradient_norms.get(index), attention.get(index)
-        relative = arrived / unit if arrived is not None and unit is not None else None
+        known = arrived is not None and unit is not None
         numbers = {f: getattr(stats, f) for f in _SHARED}
         signals.append(
             BlockSignal(
                 block=index,
                 name=name,
                 **numbers,
-                gradient_mean=None if relative is None else float(np.nanmean(relative)),
-                gradient_max=None if relative is None else float(np.nanmax(relative)),
+                gradient_mean=float(arrived.mean(where=real)) / unit if known else None,
+                gradient_max=float(arrived.max(where=real, initial=0.0)) / unit if known else None,
                 attention_entropy=seen.entropy if seen else None,
                 attention_first=seen.first if seen else None,
                 attention_spread=seen.spread if seen else None,
@@ -101,7 +102,7 @@ def assemble(
                 parameter_sizes=matrix_sizes(recorder.blocks[index - 1][1]) if index else {},
             )
         )
-    return tuple(signals), _by_location(recorder.stats, gradient_norms, unit)
+    return tuple(signals), _by_location(recorder.stats, gradient_norms, real, unit)
 
 
 _SHARED = (
@@ -111,17 +112,20 @@ _SHARED = (
 
 
 def _by_location(
-    stats: Sequence[ActivationStats], gradients: dict[int, np.ndarray], unit: float | None
+    stats: Sequence[ActivationStats], gradients: dict[int, np.ndarray], real: np.ndarray, unit: float | None
 ) -> dict[str, np.ndarray]:
     found = {"norm": np.stack([each.norms for each in stats])}
     if unit is not None and len(gradients) == len(stats):
-        rows = [gradients[index] for index in range(len(stats))]
-        seen = [~np.isnan(row) for row in rows]
-        sums = [np.where(real, row, 0.0).sum(0) for real, row in zip(seen, rows, strict=True)]
-        counts = [real.sum(0) for real in seen]
-        means = [np.where(n > 0, s / np.maximum(n, 1), np.nan) for s, n in zip(sums, counts, strict=True)]
-        found["gradient"] = np.stack(means) / unit
+        rows = np.stack([gradients[index] for index in range(len(stats))])
+        counts = np.broadcast_to(real, rows.shape).sum(1)
+        means = np.where(counts > 0, rows.sum(1, where=real) / np.maximum(counts, 1), np.nan)
+        found["gradient"] = means / unit
     return found
+
+
+def _unit(last: float) -> float:
+    """What gradients are relative to: the output's, or 1 where that is 0 or not finite."""
+    return last if 0 < last < math.inf else 1.0
 
 
 def _run(
@@ -181,7 +185,7 @@ def _native(model: nn.Module) -> Any:
 def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder: Recorder) -> tuple[BlockSignal, ...]:
     """Beside each measurement what theory expects at initialisation, from the measured Σ_0."""
     start = recorder.described[0].kernel
-    if start is None or recorder.wanted.keep is not None:
+    if start is None:
         return signals
     start = start if start.dtype == torch.float64 else start.cpu().double()
     if not bool(torch.isfinite(start).all() & (torch.diagonal(start) > 0).all()):

@@ -18,12 +18,12 @@ class BlockSignal:
     with quantiles at 5, 25, 50, 75 and 95 %. collapse is the rank-one residual ‖X − 1x̄ᵀ‖/‖X‖: 0 is total collapse.
     effective_rank and stable_rank are of the first two rows. kurtosis is of the activations' entries, 3 for a Gaussian;
     outlier is the largest entry over the root mean square. gradient_*: squared gradient norm per location, relative to
-    the output's mean. attention_*: None where the model gives no attention weights; entropy is in nats, spread the same
-    over that of uniform attention, first the weight on the first key. carry is the mean cosine between a location
-    before and after the block: near 0 without a shortcut. parameter_gradients and parameter_sizes: norm of the
-    gradient, and root mean square of the matrices, by kind of parameter. predicted: theory's diagonal, cosine and
-    gradient at initialisation, for models of this library. rounding: what half precision adds, over what tells
-    locations apart (see `rounding`); None if it was not asked for.
+    the output's mean unless that is 0 or not finite. attention_*: None where the model gives no attention weights;
+    entropy is in nats, spread the same over that of uniform attention, first the weight on the first key. carry is the
+    mean cosine between a location before and after the block: near 0 without a shortcut. parameter_gradients and
+    parameter_sizes: norm of the gradient, and root mean square of the matrices, by kind of parameter. predicted:
+    theory's diagonal, cosine and gradient at initialisation, for models of this library. rounding: what half precision
+    adds, over what tells locations apart (see `rounding`); None if it was not asked for.
     """
 
     block: int
@@ -60,7 +60,9 @@ class BlockSignal:
             return None
         content = math.hypot(gradients["value"], gradients["output"])
         scores = math.hypot(gradients["query"], gradients["key"])
-        return scores / content if content > 0 else (0.0 if scores == 0 else math.inf)
+        if content == 0:
+            return 0.0 if scores == 0 else math.inf
+        return scores / content
 
 
 @dataclass(frozen=True, eq=False)

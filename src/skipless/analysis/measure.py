@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from skipless.analysis.activation_stats import ActivationStats, Described, Wanted, describe, wide
 from skipless.analysis.attention_watch import AttentionWatch, of_shaped
 from skipless.analysis.attention_weights import AttentionStats
+from skipless.analysis.layout import batch_second, check_locations, rows_first
 from skipless.analysis.stopwatch import Stopwatch
 from skipless.nn.attention import ShapedAttention
 
@@ -25,7 +26,8 @@ class Recorder:
     """A context in which the given blocks are measured. Outside it the model has no hook of ours.
 
     live is for a training loop: each block's first run counts, further ones (gradient accumulation, recomputed
-    activations) are let pass. Otherwise a block that runs twice is an error, since its numbers would be of two places.
+    activations) are let pass, and refused says why a batch cannot be measured. Otherwise that is an error, as is a
+    block that runs twice, since its numbers would be of two places.
     """
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], wanted: Wanted, *, live: bool = False):
@@ -34,10 +36,11 @@ class Recorder:
         self.last: Tensor | None = None
         self.watch = Stopwatch()
         self.current: int | None = None
+        self.refused: str | None = None
         self._carries: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
-        self._swapped = any(getattr(m, "batch_first", True) is False for _, b in blocks for m in b.modules())
+        self._swapped = False
         self._entered: Tensor | None = None
         self._open = ExitStack()
 
@@ -72,6 +75,12 @@ class Recorder:
         return {index: value.cpu().numpy() for index, value in self._gradients.items()}
 
     @property
+    def real(self) -> np.ndarray:
+        """False at padding, (rows, T), or one True for all."""
+        keep = self.wanted.keep
+        return np.array(True) if keep is None else keep.cpu().numpy()
+
+    @property
     def attention(self) -> dict[int, AttentionStats]:
         """By block, from 1; blocks whose attention could not be seen are missing."""
         return {index: AttentionStats.of(sums) for index, sums in self._attention.items()}
@@ -100,7 +109,9 @@ class Recorder:
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = _exchanged(args, kwargs, x, lifted)
                     x = lifted
-                self._check(x)
+                self._swapped = batch_second(x, (block for _, block in self.blocks), self.wanted.given)
+                if not self._accepts(self._rows(x)):
+                    return None
                 self._note(0, x)
             self._entered, self.current = x.detach(), index
             return changed
@@ -124,7 +135,7 @@ class Recorder:
     def _first_run(self, index: int) -> bool:
         """Whether this run of a block counts; raises where it comes out of turn."""
         expected = max(len(self.described), 1)
-        if index == expected:
+        if index == expected and self.refused is None:
             return True
         if self.live:
             return False
@@ -133,18 +144,18 @@ class Recorder:
             raise ValueError(f"block {name} ran twice in one forward (shared weights?), so its signal has two depths")
         raise ValueError(f"block {name} ran before {self.blocks[expected - 1][0]}; name blocks in the order they run")
 
-    def _check(self, x: Tensor) -> None:
-        batch, length = self._rows(x).shape[:2]
-        if length < 2:
-            raise ValueError("the batch has 1 location per row; cosines compare locations, so give at least 2 tokens")
-        keep = self.wanted.keep
-        if keep is not None and keep.shape != (batch, length):
-            raise ValueError(
-                f"attention_mask is {tuple(keep.shape)} but the first block reads {(batch, length)} locations; "
-                "leave the mask out, or give one entry per location"
-            )
-        if keep is not None and int(keep.sum(-1).min()) < 2:
-            raise ValueError("a row of the batch has fewer than 2 tokens outside the padding; leave such rows out")
+    def _accepts(self, x: Tensor) -> bool:
+        rows, keep = self.wanted.rows, self.wanted.keep
+        if self.live and keep is not None and keep.shape != x.shape[:2]:
+            keep = None  # of something else, such as a text without the image before it
+            self.wanted = replace(self.wanted, keep=None)
+        try:
+            check_locations(x[:rows], None if keep is None else keep[:rows])
+        except ValueError as error:
+            if not self.live:
+                raise
+            self.refused = str(error)
+        return self.refused is None
 
     def _note(self, index: int, x: Tensor) -> None:
         """Measure activations now and their gradient when it comes."""
@@ -157,16 +168,10 @@ class Recorder:
     def _arrived(self, index: int, gradient: Tensor) -> None:
         with self.watch.around(gradient.device):
             norms = torch.linalg.vector_norm(self._rows(gradient.detach()), dim=-1, dtype=wide(gradient)).square()
-            if self.wanted.keep is not None:
-                norms = norms.masked_fill(~self.wanted.keep.to(norms.device), torch.nan)
             self._gradients.setdefault(index, norms)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """(batch, T, width), whatever the model's layout."""
-        if x.dim() == 2:
-            return x[None]
-        x = x.flatten(1, -2)
-        return x.transpose(0, 1) if self._swapped else x
+        return rows_first(x, self._swapped)
 
 
 def hidden(values: Any) -> Tensor:

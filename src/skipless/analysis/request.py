@@ -66,6 +66,16 @@ def padding(batch: Batch) -> Tensor | None:
     return mask != 0
 
 
+def rows_and_length(batch: Batch) -> tuple[int, int] | None:
+    """(rows, T) of the mask or the token ids, or None where the batch has neither."""
+    named = _named(batch)
+    integers = [value for value in named.values() if isinstance(value, Tensor) and not value.is_floating_point()]
+    for value in (named.get("attention_mask"), named.get(_TOKENS), *integers):
+        if isinstance(value, Tensor) and value.dim() == 2:
+            return value.shape[0], value.shape[1]
+    return None
+
+
 def model_inputs(model: nn.Module, batch: Batch) -> tuple[tuple, dict[str, Any]]:
     """Arguments of the model's forward: labels are left to us, and no cache is filled."""
     accepted = inspect.signature(model.forward).parameters

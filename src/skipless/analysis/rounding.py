@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from skipless.analysis.find_blocks import find_blocks
 from skipless.analysis.inspect import evaluating, unwrapped
 from skipless.analysis.inspection import Inspection
+from skipless.analysis.layout import batch_second, check_locations, rows_first
 from skipless.analysis.measure import hidden
-from skipless.analysis.request import Batch, check_batch, model_inputs
+from skipless.analysis.request import Batch, check_batch, model_inputs, padding, rows_and_length
 from skipless.analysis.uncompiled import uncompiled
 from skipless.ops.precision import HALF, Precision, autocast
 
@@ -26,9 +27,9 @@ def rounding(
 ) -> list[float]:
     """‖x̂ − x‖/‖x − x̄‖ after every block, first to last: what rounding adds, over what tells locations apart.
 
-    x is computed in the parameters' precision, x̂ under autocast in `precision`; x̄ is the mean of a row's locations.
-    What one block of a network without skips adds, all that follow hand on, so that it grows with depth. model, batch
-    and blocks are as for `inspect`; the model is left as it was.
+    x is computed in the parameters' precision, x̂ under autocast in `precision`; x̄ is the mean of a row's locations,
+    padding left out. What one block of a network without skips adds, all that follow hand on, so that it grows with
+    depth. model, batch and blocks are as for `inspect`; the model is left as it was.
     """
     if precision not in HALF:
         raise ValueError(f"precision is {precision!r}; use 'bf16' or 'fp16'")
@@ -36,7 +37,9 @@ def rounding(
     check_batch(model, batch, None)
     found = [block for _, block in find_blocks(model, blocks)]
     exact, rounded = _outputs(model, batch, found, "fp32"), _outputs(model, batch, found, precision)
-    return [_share(x, y) for x, y in zip(exact, rounded, strict=True)]
+    keep = padding(batch)
+    check_locations(exact[0], keep)
+    return [_share(x, y, keep) for x, y in zip(exact, rounded, strict=True)]
 
 
 def with_rounding(found: Inspection, shares: Sequence[float]) -> Inspection:
@@ -46,7 +49,7 @@ def with_rounding(found: Inspection, shares: Sequence[float]) -> Inspection:
 
 
 def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision: Precision) -> list[Tensor]:
-    """What every block gives; "fp32" leaves the parameters' precision as it is."""
+    """What every block gives, as (rows, T, width); "fp32" leaves the parameters' precision as it is."""
     given: list[Tensor] = []
     hooks = [block.register_forward_hook(lambda _, __, output: given.append(hidden(output))) for block in blocks]
     device = next(model.parameters()).device
@@ -57,10 +60,17 @@ def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision:
     finally:
         for hook in hooks:
             hook.remove()
-    return given
+    if len(given) != len(blocks):
+        raise ValueError(
+            f"{len(given)} outputs came from {len(blocks)} blocks; name those that run, once each: blocks=[…]"
+        )
+    swapped = batch_second(given[0], blocks, rows_and_length(batch))
+    return [rows_first(x, swapped) for x in given]
 
 
-def _share(exact: Tensor, rounded: Tensor) -> float:
-    exact, rounded = exact.double(), rounded.double()
-    apart = (exact - exact.mean(dim=1, keepdim=True)).norm()
-    return float((rounded - exact).norm() / apart)
+def _share(exact: Tensor, rounded: Tensor, keep: Tensor | None) -> float:
+    real = torch.ones_like(exact[..., :1], dtype=torch.bool) if keep is None else keep[..., None].to(exact.device)
+    error = (rounded.double() - exact.double()).where(real, 0.0)
+    mean = exact.double().where(real, 0.0).sum(1, keepdim=True) / real.sum(1, keepdim=True)
+    apart = (exact.double() - mean).where(real, 0.0)
+    return float(error.norm() / apart.norm())
