@@ -25,9 +25,11 @@ def check_target(path: Path) -> None:
     """Make the folder of a file to be written, and see that the file can go there."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"{path.parent} cannot be written to; choose another place")
+    if not shards.is_stream(path):
+        path = shards.linked(path).parent
+        path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written to; choose another place")
 
 
 def write_whole(path: Path, data: bytes) -> None:
