@@ -118,6 +118,20 @@ def test_a_prepared_folder_is_read_as_it_is(tmp_path):
         batch_of(model=saved(tmp_path / "small", 97), corpus=str(tmp_path / "tokens"))
 
 
+def test_an_output_overwrites_neither_the_text_nor_another_output(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 10)
+    for typed, message in [
+        (("--text", str(text), "--json", str(text)), "which is read too"),
+        (("--corpus", str(text), "--json", str(text)), "which is read too"),
+        (("--json", str(tmp_path / "x.png"), "--figure", str(tmp_path / "x.png")), "which --json writes too"),
+    ]:
+        result = invoke("wikitext103/e-spa", *SMALL, *typed)
+        assert isinstance(result.exception, ValueError)
+        assert message in str(result.exception)
+    assert list(tmp_path.iterdir()) == [text]
+
+
 def test_what_a_text_can_have_wrong_with_it(tmp_path):
     model = saved(tmp_path / "model")
     for typed, message in [

@@ -250,6 +250,14 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_figure_and_data_in_one_file_are_refused(kernels) -> None:
+    words = kernels("e-spa", *SMALL, "--json", "x.png", "--figure", "./x.png", code=2)
+    assert "--figure is x.png, which --json writes too; name another file" in words
+    Path("link.json").symlink_to("skipless-kernels/e-spa.png")
+    assert "which --json writes too" in kernels("e-spa", *SMALL, "--json", "link.json", code=2)
+    assert written() == set()
+
+
 def test_a_symlink_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link.json").symlink_to(Path("there") / "data.json")

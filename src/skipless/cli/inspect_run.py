@@ -14,7 +14,7 @@ from skipless.analysis.rounding import rounding, with_rounding
 from skipless.cli.device import find_device
 from skipless.cli.inspect_model import Request
 from skipless.cli.inspect_report import strips, table
-from skipless.cli.output import check_figure, check_target, print_table, write_whole
+from skipless.cli.output import check_apart, check_figure, check_target, print_table, write_whole
 
 
 def run(
@@ -28,6 +28,8 @@ def run(
 ) -> bool:
     """Do all that the command was asked to; whether the signal is lost."""
     to_stdout = json_file == Path("-")
+    inputs = (request.text, request.corpus, request.tokenizer)
+    check_apart({"--json": json_file, "--figure": figure}, inputs)
     if figure is not None:
         check_figure(figure)
     if json_file is not None and not to_stdout:

@@ -1,7 +1,7 @@
 """What commands write: files that are whole or not there, and tables for people or for pipes."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -30,6 +30,17 @@ def check_target(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise PermissionError(f"{path} cannot be written to; choose another place")
+
+
+def check_apart(outputs: Mapping[str, Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
+    """Refuse, before any work is done, an output that would overwrite an input or another output."""
+    taken = {os.path.realpath(path): "is read" for path in inputs if path is not None}
+    for flag, path in outputs.items():
+        if path is None or path == Path("-") or shards.is_stream(path):
+            continue
+        use = taken.setdefault(os.path.realpath(path), f"{flag} writes")
+        if use != f"{flag} writes":
+            raise ValueError(f"{flag} is {path}, which {use} too; name another file")
 
 
 def write_whole(path: Path, data: bytes) -> None:
