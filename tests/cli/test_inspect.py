@@ -5,6 +5,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from skipless.analysis.open_model import build_family
 from skipless.cli import inspect as cli
 from skipless.cli.inspect_model import Request
 from skipless.data.prepare import Preparation, prepare
@@ -79,6 +80,26 @@ def saved(folder, vocabulary: int = 256, tokenizer: bool = True):
     if tokenizer:
         byte_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_weights_cut_short_are_named(tmp_path, size):
+    weights = tmp_path / "model.safetensors"
+    saved(tmp_path, tokenizer=False)
+    weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"does not load .* its weights are damaged"):
+        batch_of(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(("field", "value"), [("n_embd", 32), ("n_head", 3)])
+def test_weights_of_another_configuration_are_named(tmp_path, field, value):
+    build_family("gpt2", num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=50).save_pretrained(
+        tmp_path
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ValueError, match=r"does not load .* not those of its config\.json"):
+        batch_of(model=str(tmp_path))
 
 
 def batch_of(**typed) -> torch.Tensor:
@@ -160,6 +181,17 @@ def test_what_a_text_can_have_wrong_with_it(tmp_path):
     [
         (("nosuch/model",), "is no folder, no preset"),
         (("hf:gtp2",), "knows no family"),
+        (
+            ("hf:llama", "--depth", "2", "--width", "100"),
+            "a multiple of the number of attention heads (32); use --width 128",
+        ),
+        (("hf:llama", "--width", "64", "--heads", "7"), "hf:llama --width 64 --heads 7 cannot be built"),
+        (("hf:llama", "--depth", "2", "--width", "36", "--heads", "4"), "RoPE requires an even rotary dimension"),
+        (("hf:gpt2", "--width", "100"), "use --width 96"),
+        (("hf:gpt2", "--heads", "0"), "--heads is 0; give at least 1"),
+        (("hf:llama", "--width", "-64"), "--width is -64; give at least 1"),
+        (("hf:gpt2", "--depth", "0"), "--depth is 0; give at least 1"),
+        (("hf:clip",), "hf:clip has neither a vocabulary nor an image size"),
         (("hf:gpt2", "--length", "1"), "at least 2"),
         (("hf:gpt2", "--length", "5000", "--depth", "2", "--width", "16", "--heads", "2"), "has 1024 positions"),
         (("wikitext103/e-spa", "--figure", "x.bmp"), "must end in"),

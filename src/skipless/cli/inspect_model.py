@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from skipless.analysis.open_model import FAMILIES, build_family, open_model
+from skipless.analysis.open_model import FAMILIES, open_model
+from skipless.cli.inspect_family import family
 from skipless.cli.inspect_text import Encode, from_corpus, from_file
 from skipless.model import presets
 from skipless.model.transformer import Transformer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_SIZES = {"depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,11 @@ class Request:
         torch.manual_seed(self.seed)
         disable_progress_bar()
         sizes = {name: value for name, value in (self.sizes or {}).items() if value is not None}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"--{name} is {value}; give at least 1")
         if self.model.startswith("hf:"):
-            return build_family(self.model[3:], **{_SIZES[name]: value for name, value in sizes.items()}), None
+            return family(self.model[3:], sizes), None
         folder = Path(self.model)
         if not folder.is_dir():
             return _preset(self.model, sizes), None
@@ -74,7 +77,13 @@ class Request:
         ours = any(isinstance(module, Transformer) for module in model.modules())  # no length is too long for those
         if limit is not None and not ours and self.length > limit:
             raise ValueError(f"--length is {self.length}; the model has {limit} positions: use --length {limit}")
-        vocabulary = config.vocab_size
+        vocabulary = getattr(config, "vocab_size", None)
+        if vocabulary is None:
+            known = ", ".join(f"hf:{name}" for name in FAMILIES)
+            raise ValueError(
+                f"{self.model} has neither a vocabulary nor an image size in its config, so there is no batch for it "
+                f"here; use {known}, or skipless.inspect(model, batch) with a batch of your own"
+            )
         if not self.reads:
             return torch.randint(0, vocabulary, (self.rows, self.length), generator=generator)
         encode, shape = self._encoder(encode, vocabulary), (self.rows, self.length)
