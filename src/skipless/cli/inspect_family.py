@@ -1,28 +1,29 @@
-"""A family of transformers built anew for `skipless inspect`, if the sizes that were asked for go together."""
+"""A family of transformers built anew for `skipless inspect`, if its sizes go together and its weights fit."""
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from skipless.analysis.open_model import FAMILIES, build_family
+from skipless.cli.memory import check_fits
 
 _FIELDS = {"depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
 
 
 def family(name: str, sizes: Mapping[str, int]) -> nn.Module:
-    """The family with the sizes given; what transformers refuses ends in one line."""
+    """The family with the sizes given; what transformers refuses, and what memory cannot hold, ends in one line."""
     asked = " ".join([f"hf:{name}", *(f"--{size} {value}" for size, value in sizes.items())])
+    fields = {_FIELDS[size]: value for size, value in sizes.items()}
     try:
-        return build_family(name, **{_FIELDS[size]: value for size, value in sizes.items()})
+        with torch.device("meta"):
+            outline = build_family(name, **fields)
     except Exception as error:  # each family checks its sizes in its own way
-        why = (
-            (str(error).strip() or type(error).__name__)
-            .splitlines()[-1]
-            .strip()
-            .removeprefix("ValueError: ")
-            .rstrip(".")
-        )
+        why = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+        why = why.removeprefix("ValueError: ").rstrip(".")
         raise ValueError(f"{asked} cannot be built: {why}{_nearest_width(name, sizes)}") from error
+    check_fits(sum(weight.numel() for weight in outline.parameters()), asked)
+    return build_family(name, **fields)
 
 
 def _nearest_width(name: str, sizes: Mapping[str, int]) -> str:

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from skipless.analysis.open_model import FAMILIES, open_model
 from skipless.cli.inspect_family import family
 from skipless.cli.inspect_text import Encode, from_corpus, from_file
+from skipless.cli.memory import check_fits
 from skipless.model import presets
 from skipless.model.transformer import Transformer
 
@@ -114,7 +115,9 @@ def _preset(name: str, sizes: Mapping[str, int]) -> Transformer:
         raise ValueError(
             f"{name} is no folder, no preset{hint} and no family ({', '.join(f'hf:{family}' for family in FAMILIES)})"
         )
-    return Transformer(presets.preset(name, **sizes)).eval()
+    config = presets.preset(name, **sizes)
+    check_fits(config.matrix_parameters, name)
+    return Transformer(config).eval()
 
 
 def _stored(folder: Path, need_tokenizer: bool) -> tuple[nn.Module, Encode | None]:
