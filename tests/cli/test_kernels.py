@@ -250,6 +250,11 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("length", ["0", "1", "-3"])
+def test_fig5_needs_a_pair_of_locations(kernels, length: str) -> None:
+    assert f"--length is {length}; fig5 counts equal pairs" in kernels("fig5", "--length", length, code=2)
+
+
 def test_figure_and_data_in_one_file_are_refused(kernels) -> None:
     words = kernels("e-spa", *SMALL, "--json", "x.png", "--figure", "./x.png", code=2)
     assert "--figure is x.png, which --json writes too; name another file" in words
