@@ -245,3 +245,11 @@ def test_wrong_arguments_say_what_is_right() -> None:
         convert(llama(), skip_weight=1.0)
     with pytest.raises(ValueError, match="gamma_final ≥"):
         convert(llama(), ExponentialSPA(0.005), skip_weight=0.98)
+    for hidden in (-5, 1.5):
+        with pytest.raises(ValueError, match=f"hidden is {hidden}; it must be an integer of at least 0"):
+            convert(llama(), hidden=hidden)
+    with pytest.raises(ValueError, match="unknown activation ''"):
+        convert(llama(), activation="")
+    for activation in (3, 0):
+        with pytest.raises(TypeError, match=f"activation is {activation}; give a name such as 'dks-gelu'"):
+            convert(llama(), activation=activation)

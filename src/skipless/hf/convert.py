@@ -91,7 +91,7 @@ def convert(
         attention_skip=skip,
         mlp_skip=skip,
         norm=norm,
-        activation=activation or _default_activation(decoder.depth, skip),
+        activation=_activation(activation, decoder.depth, skip),
         rope_base=decoder.rope_base or 10_000.0,
         mlp_bias=decoder.mlp_bias,
     )
@@ -123,8 +123,12 @@ def _default_scheme(skip_weight: float, depth: int) -> Scheme:
     return ExponentialSPA(gamma, REPEAT_RATE)
 
 
-def _default_activation(depth: int, skip: Skip) -> str:
-    """DKS-GELU where it exists: a handful of blocks is too few for DKS's targets, and needs no shaping."""
+def _activation(asked: Any, depth: int, skip: Skip) -> ShapedActivation | str:
+    """As asked for; else DKS-GELU where it exists: few blocks are too few for its targets, and need no shaping."""
+    if asked is not None:
+        if not isinstance(asked, ShapedActivation | str):
+            raise TypeError(f"activation is {asked!r}; give a name such as 'dks-gelu', or a ShapedActivation")
+        return asked
     if skip.shortcut:
         return "gelu"
     try:
