@@ -201,6 +201,26 @@ def test_normalised_skips_take_a_feasible_rate(weight: float) -> None:
     assert changed(conversion)["norms"].endswith("→ RMSNorm before each sub-block and at the end")
 
 
+@pytest.mark.parametrize(
+    ("depth", "asked", "words"),
+    [
+        (12, {"hidden": 0}, "at 1 in every block, and need no correction"),
+        (12, {"hidden": 0, "length": 1, "scheme": ExponentialSPA(calibration="exact")}, "at 1 in every block"),
+        (24, {"skip_weight": 0.98}, "between {low:.2g} and {high:.3g} in every block, and need no correction"),
+        (100, {"skip_weight": 0.98}, "between {low:.2g} and {high:.3g} by theory; norm='pre' corrects that"),
+        (24, {"activation": "gelu"}, "between {low:.2g} and {high:.3g} by theory; norm='pre' corrects that"),
+    ],
+)
+def test_norms_are_reported_as_theory_has_them(depth: int, asked: dict, words: str) -> None:
+    conversion = convert(llama(depth=depth), **asked)
+    if "{low" in words:
+        reports = certificate(conversion.config).reports
+        low, high = min(each.diagonal_min for each in reports), max(each.diagonal_max for each in reports)
+        assert high > 1.5
+        words = words.format(low=low, high=high)
+    assert f"Squared norms start {words}" in str(conversion)
+
+
 @pytest.mark.parametrize("scheme", [UniformSPA(0.5), ValueSkipInit(), StandardAttention(), ExponentialSPA(0.1)])
 def test_any_scheme(scheme) -> None:
     conversion = convert(llama(depth=16), scheme, activation="tat-leaky_relu", hidden=64, length=32)

@@ -19,6 +19,7 @@ from skipless.theory.propagation import NormPlacement, Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, ValueSkipInit
 
 _DEFAULT_GAMMA = 0.005
+_LOCATIONS = 100  # that theory follows
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +169,20 @@ def _skips(config: ModelConfig) -> Change:
 def _norms(decoder: Decoder, config: ModelConfig) -> Change:
     before = f"{decoder.norm} before each sub-block and at the end"
     if config.norm == "none":
-        return Change("norms", before, "none", "Squared norms start at 1 in every block, and need no correction")
+        return Change("norms", before, "none", _start_of_norms(config))
     where = {"pre": "before each sub-block and at the end", "post": "after each sub-block"}[config.norm]
     return Change("norms", before, f"RMSNorm {where}", "Asked for")
+
+
+def _start_of_norms(config: ModelConfig) -> str:
+    """What theory says of squared norms before training, over all blocks and the first locations."""
+    length = min(max(config.length, 2), _LOCATIONS)
+    found = signal.certificate(config.replace(length=length), length=length)
+    low, high = min(each.diagonal_min for each in found.reports), max(each.diagonal_max for each in found.reports)
+    start = "Squared norms start " + ("at 1" if low > 0.995 and high < 1.005 else f"between {low:.2g} and {high:.3g}")
+    if found.verdict.kind == "preserved":
+        return f"{start} in every block, and need no correction"
+    return f"{start} by theory; norm='pre' corrects that"
 
 
 def _attention(config: ModelConfig) -> Change:
