@@ -189,6 +189,9 @@ def test_parameter_counts_agree_with_the_models() -> None:
     assert conversion.source.matrix_parameters == conversion.config.matrix_parameters
     untied = convert(llama()).source.matrix_parameters
     assert untied - conversion.source.matrix_parameters == 60 * 32
+    source = gpt2(depth=2, n_positions=24)
+    matrices = sum(weight.numel() for weight in GPT2LMHeadModel(source).parameters() if weight.ndim == 2)
+    assert convert(source).source.matrix_parameters == matrices
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.9, 0.98])
