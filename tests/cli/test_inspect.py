@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from skipless.analysis.open_model import build_family
 from skipless.cli import inspect as cli
 from skipless.cli.inspect_model import Request
+from skipless.cli.inspect_text import rows_of
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.training import Bytes
 from skipless.hf import SkiplessForCausalLM, byte_tokenizer
@@ -137,6 +138,20 @@ def test_a_prepared_folder_is_read_as_it_is(tmp_path):
     assert torch.equal(named, got)
     with pytest.raises(ValueError, match="prepared with 256 tokens and the model knows 97"):
         batch_of(model=saved(tmp_path / "small", 97), corpus=str(tmp_path / "tokens"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fit"),
+    [(20, ", or --batch 1"), (10, ", or --length 5"), (3, ", or --batch 1 --length 3"), (1, ""), (0, "")],
+)
+def test_the_shape_named_for_a_short_text_fits_it(tokens, fit):
+    with pytest.raises(ValueError, match=f"use a longer text{fit}$"):
+        rows_of(iter([range(tokens)]), (2, 16), 256, "text")
+    if fit:
+        words = fit.removeprefix(", or ").split()
+        named = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+        shape = (named.get("--batch", 2), named.get("--length", 16))
+        assert rows_of(iter([range(tokens)]), shape, 256, "text").shape == shape
 
 
 def test_an_output_overwrites_neither_the_text_nor_another_output(tmp_path):
