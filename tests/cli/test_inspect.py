@@ -140,6 +140,11 @@ def test_a_prepared_folder_is_read_as_it_is(tmp_path):
         batch_of(model=saved(tmp_path / "small", 97), corpus=str(tmp_path / "tokens"))
 
 
+def test_a_limit_below_one_is_none():
+    family = batch_of(model="hf:xlnet", sizes={"depth": 1, "width": 16, "heads": 2})
+    assert family.shape == (2, 16)
+
+
 @pytest.mark.parametrize(
     ("tokens", "fit"),
     [(20, ", or --batch 1"), (10, ", or --length 5"), (3, ", or --batch 1 --length 3"), (1, ""), (0, "")],
@@ -211,6 +216,10 @@ def test_what_a_text_can_have_wrong_with_it(tmp_path):
         (("hf:clip",), "hf:clip has neither a vocabulary nor an image size"),
         (("hf:gpt2", "--length", "1"), "at least 2"),
         (("hf:gpt2", "--length", "5000", "--depth", "2", "--width", "16", "--heads", "2"), "has 1024 positions"),
+        (
+            ("hf:vit", "--length", "5000", "--depth", "1", "--width", "16", "--heads", "2"),
+            "--length is 5000, but hf:vit reads images",
+        ),
         (("wikitext103/e-spa", "--figure", "x.bmp"), "must end in"),
         (("wikitext103/e-spa", "--device", "gpu"), "torch does not know; use cpu, cuda"),
         (("wikitext103/e-spa", "--device", "cuda:97"), "GPUs; use --device"),

@@ -17,25 +17,26 @@ from skipless.cli.memory import check_fits
 from skipless.model import presets
 from skipless.model.transformer import Transformer
 
+_LENGTH = 128
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What was typed. sizes has depth, width and heads, each None where it was not given."""
+    """What was typed. length, and depth, width and heads in sizes, are None where they were not given."""
 
     model: str
     text: Path | None = None
     corpus: str | None = None
     tokenizer: str | None = None
-    length: int = 128
+    length: int | None = None
     rows: int = 2
     sizes: Mapping[str, int | None] | None = None
     seed: int = 0
 
     def open(self) -> tuple[nn.Module, Encode | None]:
         """The model and its tokenizer, if it has one."""
-        if self.length < 2:
+        if self.length is not None and self.length < 2:
             raise ValueError(f"--length is {self.length}; cosines compare locations, so give at least 2")
         if self.rows < 1:
             raise ValueError(f"--batch is {self.rows}; give at least 1 row")
@@ -72,12 +73,17 @@ class Request:
         if getattr(config, "image_size", None) is not None:
             if self.reads:
                 raise ValueError("a text is given, but the model reads images; leave --text and --corpus out")
+            if self.length is not None:
+                raise ValueError(
+                    f"--length is {self.length}, but {self.model} reads images, which have a fixed size; leave it out"
+                )
             side = config.image_size
             return torch.randn(self.rows, config.num_channels, side, side, generator=generator)
-        limit = getattr(config, "max_position_embeddings", None)
+        length = _LENGTH if self.length is None else self.length
+        limit = getattr(config, "max_position_embeddings", None) or 0  # XLNet's −1 is no limit
         ours = any(isinstance(module, Transformer) for module in model.modules())  # no length is too long for those
-        if limit is not None and not ours and self.length > limit:
-            raise ValueError(f"--length is {self.length}; the model has {limit} positions: use --length {limit}")
+        if 1 <= limit < length and not ours:
+            raise ValueError(f"--length is {length}; the model has {limit} positions: use --length {limit}")
         vocabulary = getattr(config, "vocab_size", None)
         if vocabulary is None:
             known = ", ".join(f"hf:{name}" for name in FAMILIES)
@@ -86,8 +92,8 @@ class Request:
                 f"here; use {known}, or skipless.inspect(model, batch) with a batch of your own"
             )
         if not self.reads:
-            return torch.randint(0, vocabulary, (self.rows, self.length), generator=generator)
-        encode, shape = self._encoder(encode, vocabulary), (self.rows, self.length)
+            return torch.randint(0, vocabulary, (self.rows, length), generator=generator)
+        encode, shape = self._encoder(encode, vocabulary), (self.rows, length)
         if self.text is not None:
             return from_file(self.text, encode, shape, vocabulary)
         return from_corpus(str(self.corpus), encode, shape, vocabulary)
