@@ -213,7 +213,11 @@ def test_what_a_text_can_have_wrong_with_it(tmp_path):
         (("hf:gpt2", "--depth", "0"), "--depth is 0; give at least 1"),
         (("hf:llama", "--width", "131072"), "hf:llama --width 131072 has 8,804"),
         (("wikitext103/e-spa", "--depth", "99", "--width", "131072"), "make it smaller, e.g. with --width 256"),
-        (("hf:clip",), "hf:clip has neither a vocabulary nor an image size"),
+        (("hf:clip",), "hf:clip reads neither tokens nor images of a size that its config names"),
+        (
+            ("hf:wav2vec2", "--depth", "1", "--width", "16", "--heads", "2"),
+            "hf:wav2vec2 reads neither tokens nor images",
+        ),
         (("hf:gpt2", "--length", "1"), "at least 2"),
         (("hf:gpt2", "--length", "5000", "--depth", "2", "--width", "16", "--heads", "2"), "has 1024 positions"),
         (

@@ -85,11 +85,11 @@ class Request:
         if 1 <= limit < length and not ours:
             raise ValueError(f"--length is {length}; the model has {limit} positions: use --length {limit}")
         vocabulary = getattr(config, "vocab_size", None)
-        if vocabulary is None:
+        if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
             known = ", ".join(f"hf:{name}" for name in FAMILIES)
             raise ValueError(
-                f"{self.model} has neither a vocabulary nor an image size in its config, so there is no batch for it "
-                f"here; use {known}, or skipless.inspect(model, batch) with a batch of your own"
+                f"{self.model} reads neither tokens nor images of a size that its config names; use {known}, or "
+                "skipless.inspect(model, batch) with a batch of your own"
             )
         if not self.reads:
             return torch.randint(0, vocabulary, (self.rows, length), generator=generator)
