@@ -130,6 +130,22 @@ def test_bad_requests_end_in_one_line(demo) -> None:
     Path("file").write_text("")
     assert "--out is file, a file; name a folder" in demo("--out", "file", code=2)[1]
     assert "--steps is 1; the shortest schedule" in demo("--steps", "1", code=2)[1]
+    assert not Path("skipless-demo").exists()
+
+
+def test_a_bad_request_to_start_over_deletes_nothing(demo) -> None:
+    def there() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in Path("skipless-demo").rglob("*")}
+
+    demo("--steps", "2")
+    before = there()
+    for words, message in (
+        (("--steps", "0"), "--steps is 0; the shortest schedule"),
+        (("--device", "cuda:97"), "GPUs; use --device"),
+        (("--device", "foo"), "'foo', which torch does not know; use cpu, cuda"),
+    ):
+        assert message in demo("--fresh", *words, code=2)[1]
+        assert there() == before
 
 
 def test_without_matplotlib_all_but_the_picture_is_there(demo, monkeypatch) -> None:

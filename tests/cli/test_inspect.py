@@ -5,8 +5,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from skipless.analysis.open_model import build_family
 from skipless.cli import inspect as cli
 from skipless.cli.inspect_model import Request
+from skipless.cli.inspect_text import rows_of
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.training import Bytes
 from skipless.hf import SkiplessForCausalLM, byte_tokenizer
@@ -81,6 +83,26 @@ def saved(folder, vocabulary: int = 256, tokenizer: bool = True):
     return str(folder)
 
 
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_weights_cut_short_are_named(tmp_path, size):
+    weights = tmp_path / "model.safetensors"
+    saved(tmp_path, tokenizer=False)
+    weights.write_bytes(weights.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"does not load .* its weights are damaged"):
+        batch_of(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(("field", "value"), [("n_embd", 32), ("n_head", 3)])
+def test_weights_of_another_configuration_are_named(tmp_path, field, value):
+    build_family("gpt2", num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=50).save_pretrained(
+        tmp_path
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ValueError, match=r"does not load .* not those of its config\.json"):
+        batch_of(model=str(tmp_path))
+
+
 def batch_of(**typed) -> torch.Tensor:
     request = Request(**{"length": 16, "rows": 2, **typed})
     return request.batch(*request.open())
@@ -118,6 +140,39 @@ def test_a_prepared_folder_is_read_as_it_is(tmp_path):
         batch_of(model=saved(tmp_path / "small", 97), corpus=str(tmp_path / "tokens"))
 
 
+def test_a_limit_below_one_is_none():
+    family = batch_of(model="hf:xlnet", sizes={"depth": 1, "width": 16, "heads": 2})
+    assert family.shape == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fit"),
+    [(20, ", or --batch 1"), (10, ", or --length 5"), (3, ", or --batch 1 --length 3"), (1, ""), (0, "")],
+)
+def test_the_shape_named_for_a_short_text_fits_it(tokens, fit):
+    with pytest.raises(ValueError, match=f"use a longer text{fit}$"):
+        rows_of(iter([range(tokens)]), (2, 16), 256, "text")
+    if fit:
+        words = fit.removeprefix(", or ").split()
+        named = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+        shape = (named.get("--batch", 2), named.get("--length", 16))
+        assert rows_of(iter([range(tokens)]), shape, 256, "text").shape == shape
+
+
+def test_an_output_overwrites_neither_the_text_nor_another_output(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 10)
+    for typed, message in [
+        (("--text", str(text), "--json", str(text)), "which is read too"),
+        (("--corpus", str(text), "--json", str(text)), "which is read too"),
+        (("--json", str(tmp_path / "x.png"), "--figure", str(tmp_path / "x.png")), "which --json writes too"),
+    ]:
+        result = invoke("wikitext103/e-spa", *SMALL, *typed)
+        assert isinstance(result.exception, ValueError)
+        assert message in str(result.exception)
+    assert list(tmp_path.iterdir()) == [text]
+
+
 def test_what_a_text_can_have_wrong_with_it(tmp_path):
     model = saved(tmp_path / "model")
     for typed, message in [
@@ -146,11 +201,34 @@ def test_what_a_text_can_have_wrong_with_it(tmp_path):
     [
         (("nosuch/model",), "is no folder, no preset"),
         (("hf:gtp2",), "knows no family"),
+        (
+            ("hf:llama", "--depth", "2", "--width", "100"),
+            "a multiple of the number of attention heads (32); use --width 128",
+        ),
+        (("hf:llama", "--width", "64", "--heads", "7"), "hf:llama --width 64 --heads 7 cannot be built"),
+        (("hf:llama", "--depth", "2", "--width", "36", "--heads", "4"), "RoPE requires an even rotary dimension"),
+        (("hf:gpt2", "--width", "100"), "use --width 96"),
+        (("hf:gpt2", "--heads", "0"), "--heads is 0; give at least 1"),
+        (("hf:llama", "--width", "-64"), "--width is -64; give at least 1"),
+        (("hf:gpt2", "--depth", "0"), "--depth is 0; give at least 1"),
+        (("hf:llama", "--width", "131072"), "hf:llama --width 131072 has 8,804"),
+        (("wikitext103/e-spa", "--depth", "99", "--width", "131072"), "make it smaller, e.g. with --width 256"),
+        (("hf:clip",), "hf:clip reads neither tokens nor images of a size that its config names"),
+        (
+            ("hf:wav2vec2", "--depth", "1", "--width", "16", "--heads", "2"),
+            "hf:wav2vec2 reads neither tokens nor images",
+        ),
         (("hf:gpt2", "--length", "1"), "at least 2"),
         (("hf:gpt2", "--length", "5000", "--depth", "2", "--width", "16", "--heads", "2"), "has 1024 positions"),
+        (
+            ("hf:vit", "--length", "5000", "--depth", "1", "--width", "16", "--heads", "2"),
+            "--length is 5000, but hf:vit reads images",
+        ),
         (("wikitext103/e-spa", "--figure", "x.bmp"), "must end in"),
         (("wikitext103/e-spa", "--device", "gpu"), "torch does not know; use cpu, cuda"),
         (("wikitext103/e-spa", "--device", "cuda:97"), "GPUs; use --device"),
+        (("wikitext103/e-spa", "--device", "meta"), "'meta', on which torch cannot compute here"),
+        (("wikitext103/e-spa", "--device", "vulkan"), "'vulkan', on which torch cannot compute here"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import Console
 from skipless.analysis import paper_kernels
 from skipless.analysis.study import InputSignal
 from skipless.cli import main
-from skipless.cli.output import print_table, write_whole
+from skipless.cli.output import check_target, print_table, write_whole
 from skipless.model.presets import preset
 from skipless.model.signal import certificate
 from skipless.theory.schemes import ExponentialSPA
@@ -247,6 +248,43 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> No
     with pytest.raises(OSError, match=r"x\.json"):
         write_whole(tmp_path / "x.json", b"data")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", ["0", "1", "-3"])
+def test_fig5_needs_a_pair_of_locations(kernels, length: str) -> None:
+    assert f"--length is {length}; fig5 counts equal pairs" in kernels("fig5", "--length", length, code=2)
+
+
+def test_figure_and_data_in_one_file_are_refused(kernels) -> None:
+    words = kernels("e-spa", *SMALL, "--json", "x.png", "--figure", "./x.png", code=2)
+    assert "--figure is x.png, which --json writes too; name another file" in words
+    Path("link.json").symlink_to("skipless-kernels/e-spa.png")
+    assert "which --json writes too" in kernels("e-spa", *SMALL, "--json", "link.json", code=2)
+    assert written() == set()
+
+
+def test_a_symlink_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.json").symlink_to(Path("there") / "data.json")
+    for data in (b"first", b"second"):  # the target is made, then replaced
+        write_whole(tmp_path / "link.json", data)
+        assert (tmp_path / "link.json").is_symlink()
+        assert (tmp_path / "there" / "data.json").read_bytes() == data
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["data.json", "link.json", "there"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_pipe_gets_the_data_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        check_target(pipe)
+        write_whole(pipe, b"data")
+        assert pipe.is_fifo()
+        assert os.read(reader, 100) == b"data"
+    finally:
+        os.close(reader)
 
 
 def test_help_imports_nothing_heavy() -> None:

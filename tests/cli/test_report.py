@@ -53,6 +53,14 @@ def page_data(path: Path = Path("report.html")) -> dict:
     return json.loads(text.split('id="data">')[1].split("</script>")[0])
 
 
+def test_an_input_is_not_overwritten(skipless) -> None:
+    text = inspection_of_states("measured", states()).to_json()
+    Path("data.json").write_text(text)
+    words = skipless("report", "data.json", "--out", "../" + Path.cwd().name + "/data.json", code=2)
+    assert "data.json, which is read too; name another file" in words
+    assert Path("data.json").read_text() == text
+
+
 def test_runs_inspections_and_certificates_on_one_page(skipless) -> None:
     make_run(Path("one"))
     Path("inspection.json").write_text(inspection_of_states("measured", states()).to_json())

@@ -189,6 +189,9 @@ def test_parameter_counts_agree_with_the_models() -> None:
     assert conversion.source.matrix_parameters == conversion.config.matrix_parameters
     untied = convert(llama()).source.matrix_parameters
     assert untied - conversion.source.matrix_parameters == 60 * 32
+    source = gpt2(depth=2, n_positions=24)
+    matrices = sum(weight.numel() for weight in GPT2LMHeadModel(source).parameters() if weight.ndim == 2)
+    assert convert(source).source.matrix_parameters == matrices
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.9, 0.98])
@@ -199,6 +202,26 @@ def test_normalised_skips_take_a_feasible_rate(weight: float) -> None:
     assert skip.shortcut**2 + skip.residual**2 == pytest.approx(1.0)
     assert "App. F" in str(conversion)
     assert changed(conversion)["norms"].endswith("→ RMSNorm before each sub-block and at the end")
+
+
+@pytest.mark.parametrize(
+    ("depth", "asked", "words"),
+    [
+        (12, {"hidden": 0}, "at 1 in every block, and need no correction"),
+        (12, {"hidden": 0, "length": 1, "scheme": ExponentialSPA(calibration="exact")}, "at 1 in every block"),
+        (24, {"skip_weight": 0.98}, "between {low:.2g} and {high:.3g} in every block, and need no correction"),
+        (100, {"skip_weight": 0.98}, "between {low:.2g} and {high:.3g} by theory; norm='pre' corrects that"),
+        (24, {"activation": "gelu"}, "between {low:.2g} and {high:.3g} by theory; norm='pre' corrects that"),
+    ],
+)
+def test_norms_are_reported_as_theory_has_them(depth: int, asked: dict, words: str) -> None:
+    conversion = convert(llama(depth=depth), **asked)
+    if "{low" in words:
+        reports = certificate(conversion.config).reports
+        low, high = min(each.diagonal_min for each in reports), max(each.diagonal_max for each in reports)
+        assert high > 1.5
+        words = words.format(low=low, high=high)
+    assert f"Squared norms start {words}" in str(conversion)
 
 
 @pytest.mark.parametrize("scheme", [UniformSPA(0.5), ValueSkipInit(), StandardAttention(), ExponentialSPA(0.1)])
@@ -245,3 +268,11 @@ def test_wrong_arguments_say_what_is_right() -> None:
         convert(llama(), skip_weight=1.0)
     with pytest.raises(ValueError, match="gamma_final ≥"):
         convert(llama(), ExponentialSPA(0.005), skip_weight=0.98)
+    for hidden in (-5, 1.5):
+        with pytest.raises(ValueError, match=f"hidden is {hidden}; it must be an integer of at least 0"):
+            convert(llama(), hidden=hidden)
+    with pytest.raises(ValueError, match="unknown activation ''"):
+        convert(llama(), activation="")
+    for activation in (3, 0):
+        with pytest.raises(TypeError, match=f"activation is {activation}; give a name such as 'dks-gelu'"):
+            convert(llama(), activation=activation)

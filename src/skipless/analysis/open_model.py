@@ -14,6 +14,18 @@ def open_model(folder: str | Path) -> nn.Module:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json; give a model object, or a folder written by save_pretrained")
+    try:
+        return _loaded(folder)
+    except OSError:  # these name the file
+        raise
+    except Exception as error:
+        why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".!")
+        raise ValueError(
+            f"{folder} does not load ({why}): its weights are damaged, or not those of its config.json; save it anew"
+        ) from error
+
+
+def _loaded(folder: Path) -> nn.Module:
     import transformers
 
     import skipless.hf  # noqa: F401  (registers our own classes)

@@ -13,9 +13,10 @@ import typer
 from rich.console import Console
 
 from skipless.cli.demo_report import as_json, closing, draw, table
+from skipless.cli.device import find_device
 from skipless.cli.output import print_table, write_whole
 from skipless.data.progress import Progress
-from skipless.recipes.demo import DEMO, E_SPA, Arm, Size, arms, counting, prepare_text
+from skipless.recipes.demo import DEMO, E_SPA, Arm, Size, arms, check_steps, counting, prepare_text
 from skipless.recipes.demo_outcome import read_outcome, sample
 from skipless.train.config import Experiment
 from skipless.train.divergence import Diverged
@@ -42,6 +43,9 @@ def run(request: Request, size: Size = DEMO) -> None:
     out = request.out
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out is {out}, a file; name a folder")
+    check_steps(request.steps)
+    if request.device is not None:
+        find_device(request.device)
     data = (out / DATA).resolve()
     _say(f"text: the standard library of Python {sys.version_info.major}.{sys.version_info.minor}, byte by byte")
     prepare_text(data, Progress(), request.fresh)

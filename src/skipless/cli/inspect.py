@@ -37,7 +37,7 @@ def command(
     text: Text = None,
     corpus: Corpus = None,
     tokenizer: Tokenizer = None,
-    length: Annotated[int, typer.Option(help="Tokens per row.")] = 128,
+    length: Annotated[int | None, typer.Option(help="Tokens per row (128).")] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 2,
     depth: Annotated[int | None, typer.Option(help="Blocks, for presets and families.")] = None,
     width: Annotated[int | None, typer.Option(help="Width, for presets and families.")] = None,

@@ -10,31 +10,33 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from skipless.analysis.open_model import FAMILIES, build_family, open_model
+from skipless.analysis.open_model import FAMILIES, open_model
+from skipless.cli.inspect_family import family
 from skipless.cli.inspect_text import Encode, from_corpus, from_file
+from skipless.cli.memory import check_fits
 from skipless.model import presets
 from skipless.model.transformer import Transformer
 
+_LENGTH = 128
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_SIZES = {"depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What was typed. sizes has depth, width and heads, each None where it was not given."""
+    """What was typed. length, and depth, width and heads in sizes, are None where they were not given."""
 
     model: str
     text: Path | None = None
     corpus: str | None = None
     tokenizer: str | None = None
-    length: int = 128
+    length: int | None = None
     rows: int = 2
     sizes: Mapping[str, int | None] | None = None
     seed: int = 0
 
     def open(self) -> tuple[nn.Module, Encode | None]:
         """The model and its tokenizer, if it has one."""
-        if self.length < 2:
+        if self.length is not None and self.length < 2:
             raise ValueError(f"--length is {self.length}; cosines compare locations, so give at least 2")
         if self.rows < 1:
             raise ValueError(f"--batch is {self.rows}; give at least 1 row")
@@ -47,8 +49,11 @@ class Request:
         torch.manual_seed(self.seed)
         disable_progress_bar()
         sizes = {name: value for name, value in (self.sizes or {}).items() if value is not None}
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"--{name} is {value}; give at least 1")
         if self.model.startswith("hf:"):
-            return build_family(self.model[3:], **{_SIZES[name]: value for name, value in sizes.items()}), None
+            return family(self.model[3:], sizes), None
         folder = Path(self.model)
         if not folder.is_dir():
             return _preset(self.model, sizes), None
@@ -68,16 +73,27 @@ class Request:
         if getattr(config, "image_size", None) is not None:
             if self.reads:
                 raise ValueError("a text is given, but the model reads images; leave --text and --corpus out")
+            if self.length is not None:
+                raise ValueError(
+                    f"--length is {self.length}, but {self.model} reads images, which have a fixed size; leave it out"
+                )
             side = config.image_size
             return torch.randn(self.rows, config.num_channels, side, side, generator=generator)
-        limit = getattr(config, "max_position_embeddings", None)
+        length = _LENGTH if self.length is None else self.length
+        limit = getattr(config, "max_position_embeddings", None) or 0  # XLNet's −1 is no limit
         ours = any(isinstance(module, Transformer) for module in model.modules())  # no length is too long for those
-        if limit is not None and not ours and self.length > limit:
-            raise ValueError(f"--length is {self.length}; the model has {limit} positions: use --length {limit}")
-        vocabulary = config.vocab_size
+        if 1 <= limit < length and not ours:
+            raise ValueError(f"--length is {length}; the model has {limit} positions: use --length {limit}")
+        vocabulary = getattr(config, "vocab_size", None)
+        if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+            known = ", ".join(f"hf:{name}" for name in FAMILIES)
+            raise ValueError(
+                f"{self.model} reads neither tokens nor images of a size that its config names; use {known}, or "
+                "skipless.inspect(model, batch) with a batch of your own"
+            )
         if not self.reads:
-            return torch.randint(0, vocabulary, (self.rows, self.length), generator=generator)
-        encode, shape = self._encoder(encode, vocabulary), (self.rows, self.length)
+            return torch.randint(0, vocabulary, (self.rows, length), generator=generator)
+        encode, shape = self._encoder(encode, vocabulary), (self.rows, length)
         if self.text is not None:
             return from_file(self.text, encode, shape, vocabulary)
         return from_corpus(str(self.corpus), encode, shape, vocabulary)
@@ -105,7 +121,9 @@ def _preset(name: str, sizes: Mapping[str, int]) -> Transformer:
         raise ValueError(
             f"{name} is no folder, no preset{hint} and no family ({', '.join(f'hf:{family}' for family in FAMILIES)})"
         )
-    return Transformer(presets.preset(name, **sizes)).eval()
+    config = presets.preset(name, **sizes)
+    check_fits(config.matrix_parameters, name)
+    return Transformer(config).eval()
 
 
 def _stored(folder: Path, need_tokenizer: bool) -> tuple[nn.Module, Encode | None]:

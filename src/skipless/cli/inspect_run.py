@@ -5,16 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
 from skipless.analysis.inspect import inspect
 from skipless.analysis.inspection import Inspection
 from skipless.analysis.rounding import rounding, with_rounding
+from skipless.cli.device import find_device
 from skipless.cli.inspect_model import Request
 from skipless.cli.inspect_report import strips, table
-from skipless.cli.output import check_figure, check_target, print_table, write_whole
+from skipless.cli.output import check_apart, check_figure, check_target, print_table, write_whole
 
 
 def run(
@@ -28,11 +28,13 @@ def run(
 ) -> bool:
     """Do all that the command was asked to; whether the signal is lost."""
     to_stdout = json_file == Path("-")
+    inputs = (request.text, request.corpus, request.tokenizer)
+    check_apart({"--json": json_file, "--figure": figure}, inputs)
     if figure is not None:
         check_figure(figure)
     if json_file is not None and not to_stdout:
         check_target(json_file)
-    place = _place(device)
+    place = find_device(device)
     model, encode = request.open()
     batch = request.batch(model, encode)
     found = inspect(model.to(place), batch.to(place), blocks=blocks)
@@ -52,20 +54,6 @@ def run(
     if figure is not None:
         _draw(console, found, figure)
     return found.verdict.lost
-
-
-def _place(name: str) -> torch.device:
-    """The device, if it is there."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device is {name!r}, which torch does not know; use cpu, cuda, cuda:1, …") from error
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ValueError(
-            f"--device is {name!r}, but torch sees {count} GPUs; use --device {'cuda:0' if count else 'cpu'}"
-        )
-    return device
 
 
 def show(console: Console, found: Inspection) -> None:

@@ -48,9 +48,9 @@ def rows_of(pieces: Iterator[Any], shape: tuple[int, int], vocabulary: int, sour
             break
     tokens = np.concatenate([np.empty(0, np.int64), *found])
     if len(tokens) < wanted:
-        fit = f"--batch {max(len(tokens) // length, 1)}" if len(tokens) >= length else f"--length {max(len(tokens), 2)}"
         raise ValueError(
-            f"{source} holds {len(tokens)} tokens; {rows} rows of {length} need {wanted}: use a longer text, or {fit}"
+            f"{source} holds {len(tokens)} tokens; {rows} rows of {length} need {wanted}: use a longer text"
+            f"{_fitting(len(tokens), rows, length)}"
         )
     if tokens.max() >= vocabulary:
         raise ValueError(
@@ -58,3 +58,12 @@ def rows_of(pieces: Iterator[Any], shape: tuple[int, int], vocabulary: int, sour
             "tokenizer (--tokenizer)"
         )
     return torch.from_numpy(tokens).reshape(rows, length)
+
+
+def _fitting(tokens: int, rows: int, length: int) -> str:
+    """The shape nearest to what was asked for that so few tokens fill, if there is one."""
+    if tokens >= length:
+        return f", or --batch {tokens // length}"
+    if tokens >= 2 * rows:
+        return f", or --length {tokens // rows}"
+    return f", or --batch 1 --length {tokens}" if tokens >= 2 else ""

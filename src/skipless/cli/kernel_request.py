@@ -114,7 +114,9 @@ def _figure(name: str, flags: Flags) -> Request:
             takes = ", ".join(_spelled(each) for each in FIGURES[name])
             raise ValueError(f"{_spelled(field.name)} does not apply to {name}, which takes {takes}")
     if name == "fig5":
-        length = check_length(flags.length or paper_kernels.SIGNAL.length)
+        length = paper_kernels.SIGNAL.length if flags.length is None else flags.length
+        if length < 2:
+            raise ValueError(f"--length is {length}; {name} counts equal pairs of locations, so give at least 2")
         return Request(name, tuple(paper_kernels.token_signals(length, flags.seed or 0)))
     if name == "fig6":
         signal = _signal(flags, paper_kernels.CORRECTION_SIGNAL)

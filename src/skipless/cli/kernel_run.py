@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from skipless.analysis.study import Study, study
 from skipless.cli.kernel_report import Report, as_json, report
 from skipless.cli.kernel_request import Flags, Request, resolve
-from skipless.cli.output import check_figure, check_target, print_table, write_whole
+from skipless.cli.output import check_apart, check_figure, check_target, print_table, write_whole
 
 FOLDER = Path("skipless-kernels")
 
@@ -42,6 +42,7 @@ def run(name: str, flags: Flags, outputs: Outputs) -> bool:
     """Do all that the command was asked to; whether any network loses the signal."""
     request = resolve(name, flags)
     figure = outputs.figure_path(name)
+    check_apart({"--json": outputs.json_file, "--figure": figure})
     if figure is not None:
         check_figure(figure)
     if outputs.json_file is not None and not outputs.json_to_stdout:

@@ -1,7 +1,7 @@
 """What commands write: files that are whole or not there, and tables for people or for pipes."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,9 +25,22 @@ def check_target(path: Path) -> None:
     """Make the folder of a file to be written, and see that the file can go there."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"{path.parent} cannot be written to; choose another place")
+    if not shards.is_stream(path):
+        path = shards.linked(path).parent
+        path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written to; choose another place")
+
+
+def check_apart(outputs: Mapping[str, Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
+    """Refuse, before any work is done, an output that would overwrite an input or another output."""
+    taken = {os.path.realpath(path): "is read" for path in inputs if path is not None}
+    for flag, path in outputs.items():
+        if path is None or path == Path("-") or shards.is_stream(path):
+            continue
+        use = taken.setdefault(os.path.realpath(path), f"{flag} writes")
+        if use != f"{flag} writes":
+            raise ValueError(f"{flag} is {path}, which {use} too; name another file")
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -33,9 +33,10 @@ def command(
     skipless report results/baselines-small.json --out baselines.html
     """
     from skipless.analysis.report import render
-    from skipless.cli.output import check_target, write_whole
+    from skipless.cli.output import check_apart, check_target, write_whole
     from skipless.cli.report_results import is_results, read_results
 
+    check_apart({"--out": out}, paths)
     check_target(out)
     results = [path for path in paths if path.exists() and is_results(path)]
     inspections, curves = gather(path for path in paths if path not in results)

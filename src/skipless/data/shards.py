@@ -79,20 +79,37 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def is_stream(path: Path) -> bool:
+    """Whether it is a pipe, a device or the like, which takes data as they come and must not be replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def linked(path: Path) -> Path:
+    """The file that a symlink stands for, there or not; any other path itself."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is either there with all of `data` or not there; of several writers the last one wins."""
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
+    """Write a file so that it is either there with all of `data` or not there; of several writers the last one wins.
+
+    A symlink stays, and its target is written. A pipe or a device is written straight into.
+    """
     with writing(path):
+        if is_stream(path):
+            path.write_bytes(data)
+            return
+        target = linked(path)
+        aside = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
         try:
             with aside.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            aside.replace(path)
+            aside.replace(target)
         except BaseException:  # Ctrl-C too
             aside.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        sync_folder(target.parent)
 
 
 def append_line(path: Path, record: dict) -> None:

@@ -19,6 +19,7 @@ from skipless.theory.propagation import NormPlacement, Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, ValueSkipInit
 
 _DEFAULT_GAMMA = 0.005
+_LOCATIONS = 100  # that theory follows
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def convert(
         attention_skip=skip,
         mlp_skip=skip,
         norm=norm,
-        activation=activation or _default_activation(decoder.depth, skip),
+        activation=_activation(activation, decoder.depth, skip),
         rope_base=decoder.rope_base or 10_000.0,
         mlp_bias=decoder.mlp_bias,
     )
@@ -123,8 +124,12 @@ def _default_scheme(skip_weight: float, depth: int) -> Scheme:
     return ExponentialSPA(gamma, REPEAT_RATE)
 
 
-def _default_activation(depth: int, skip: Skip) -> str:
-    """DKS-GELU where it exists: a handful of blocks is too few for DKS's targets, and needs no shaping."""
+def _activation(asked: Any, depth: int, skip: Skip) -> ShapedActivation | str:
+    """As asked for; else DKS-GELU where it exists: few blocks are too few for its targets, and need no shaping."""
+    if asked is not None:
+        if not isinstance(asked, ShapedActivation | str):
+            raise TypeError(f"activation is {asked!r}; give a name such as 'dks-gelu', or a ShapedActivation")
+        return asked
     if skip.shortcut:
         return "gelu"
     try:
@@ -164,9 +169,20 @@ def _skips(config: ModelConfig) -> Change:
 def _norms(decoder: Decoder, config: ModelConfig) -> Change:
     before = f"{decoder.norm} before each sub-block and at the end"
     if config.norm == "none":
-        return Change("norms", before, "none", "Squared norms start at 1 in every block, and need no correction")
+        return Change("norms", before, "none", _start_of_norms(config))
     where = {"pre": "before each sub-block and at the end", "post": "after each sub-block"}[config.norm]
     return Change("norms", before, f"RMSNorm {where}", "Asked for")
+
+
+def _start_of_norms(config: ModelConfig) -> str:
+    """What theory says of squared norms before training, over all blocks and the first locations."""
+    length = min(max(config.length, 2), _LOCATIONS)
+    found = signal.certificate(config.replace(length=length), length=length)
+    low, high = min(each.diagonal_min for each in found.reports), max(each.diagonal_max for each in found.reports)
+    start = "Squared norms start " + ("at 1" if low > 0.995 and high < 1.005 else f"between {low:.2g} and {high:.3g}")
+    if found.verdict.kind == "preserved":
+        return f"{start} in every block, and need no correction"
+    return f"{start} by theory; norm='pre' corrects that"
 
 
 def _attention(config: ModelConfig) -> Change:

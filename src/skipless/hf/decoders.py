@@ -52,10 +52,11 @@ class Decoder:
 
     @property
     def matrix_parameters(self) -> int:
-        """Entries of all weight matrices, as ModelConfig.matrix_parameters counts them."""
+        """Entries of all weight matrices, as ModelConfig.matrix_parameters counts them, and of a table of positions."""
         kv = self.width // self.heads * self.kv_heads
         block = 2 * self.width**2 + 2 * self.width * kv + (3 if self.gated else 2) * self.width * self.hidden
-        return (1 if self.tied else 2) * self.vocab_size * self.width + self.depth * block
+        rows = (1 if self.tied else 2) * self.vocab_size + (self.length if self.rope_base is None else 0)
+        return rows * self.width + self.depth * block
 
 
 def read_decoder(config: PreTrainedConfig) -> Decoder:

@@ -66,14 +66,19 @@ _PRESETS = {PRE_LN: "wikitext103/pre-ln", STANDARD: "wikitext103/skipless-ln", E
 _RATES = {PRE_LN: 1e-2, STANDARD: 5e-4, E_SPA: 2e-3}
 
 
+def check_steps(steps: int) -> None:
+    """Refuse a schedule too short to be one."""
+    if steps < 2:
+        raise ValueError(f"--steps is {steps}; the shortest schedule is one step of warm-up and one of training: 2")
+
+
 def arms(data: Path, steps: int = STEPS, seed: int = 0, size: Size = DEMO) -> tuple[Arm, ...]:
     """Pre-LN, standard attention without skips, and vanilla E-SPA, on the text prepared in `data`.
 
     Equal in steps, batches, warm-up (a tenth of the steps) and optimiser; each at its own best rate. E-SPA's repeat
     rate is the text's: bytes repeat ten times as often as the paper's 32k pieces.
     """
-    if steps < 2:
-        raise ValueError(f"--steps is {steps}; the shortest schedule is one step of warm-up and one of training: 2")
+    check_steps(steps)
     store = TokenStore(data)
     schedule = TrainConfig(
         steps=steps,
