@@ -100,6 +100,7 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
         )
     shape = (config.length, config.batch_size, config.seed, world.rank, world.size)
     loader = TokenLoader(store, *shape, documents=data.packed)
+    _check_share(config, world)
     torch.manual_seed(config.seed)
     with world.device:
         model = Transformer(experiment.model, impl=config.impl)
@@ -115,6 +116,18 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
     display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
     valid = _valid_loader(experiment, world)
     return Session(experiment, world, run, loader, valid, wrapped, optimizer, display, graph=graph)
+
+
+def _check_share(config: TrainConfig, world: World) -> None:
+    """Every process must cut its own rows into micro-batches, not only the batch as a whole."""
+    rows, parts = config.batch_size // world.size, config.accumulate
+    if rows % parts:
+        fits = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(n - parts))
+        size = -(-rows // parts) * parts * world.size
+        raise ValueError(
+            f"train.accumulate={parts} does not divide the {rows} rows that each of {world.size} processes has of "
+            f"train.batch_size={config.batch_size}; use --set train.accumulate={fits}, or --set train.batch_size={size}"
+        )
 
 
 def _recompute(block: nn.Module, *arguments) -> Tensor:
