@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.training import Bytes
 from skipless.model.config import ModelConfig
 from skipless.train.config import Experiment
 from skipless.train.environment import git_state
@@ -27,7 +29,15 @@ def names(folder) -> list[str]:
 def test_what_a_run_folder_holds(tmp_path):
     with opened(tmp_path / "runs" / "a") as run:
         run.log({"step": 0, "loss": 3.5})
-    assert names(run.path) == [".lock", "checkpoints", "env.json", "experiment.json", "export", "metrics.jsonl"]
+    assert names(run.path) == [
+        ".lock",
+        "checkpoints",
+        "data.json",
+        "env.json",
+        "experiment.json",
+        "export",
+        "metrics.jsonl",
+    ]
     assert read_experiment(run.path) == EXPERIMENT
     noted = json.loads((run.path / "env.json").read_text())
     assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -98,6 +108,31 @@ def test_a_damaged_experiment_is_named(tmp_path):
     os.truncate(tmp_path / "experiment.json", 40)
     with pytest.raises(ValueError, match=r"experiment.json is damaged"):
         opened(tmp_path, resume=True)
+
+
+def test_a_run_does_not_go_on_over_other_tokens(tmp_path):
+    """The folder of its tokens was prepared anew since; one that kept no fingerprint goes on as it did."""
+
+    def prepared(text: str) -> None:
+        (tmp_path / "text.txt").write_text(text * 100)
+        plan = Preparation(str(tmp_path / "text.txt"), tokenizer=Bytes(), valid_fraction=0.0)
+        prepare(plan, tmp_path / "tokens", workers=1, force=True)
+
+    prepared("a few words\n\n\n")
+    experiment = EXPERIMENT.override(f"data.folder={tmp_path / 'tokens'}")
+    with opened(tmp_path / "run", experiment) as run:
+        run.log({"step": 1})
+    prepared("a few words\n\n\n")
+    opened(tmp_path / "run", experiment, resume=True).close()
+    prepared("other words\n\n\n")
+    file = tmp_path / "run" / "data.json"
+    with pytest.raises(ValueError, match=r"data\.folder holds other tokens .* delete .*data\.json"):
+        opened(tmp_path / "run", experiment, resume=True)
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json is damaged .*; delete it"):
+        opened(tmp_path / "run", experiment, resume=True)
+    file.unlink()
+    opened(tmp_path / "run", experiment, resume=True).close()
 
 
 def test_two_processes_do_not_train_one_run(tmp_path):

@@ -1,6 +1,7 @@
 """The folder of a run: what was asked for, where it ran, what it measured; and who may write there.
 
 experiment.json   the whole configuration; another one refuses the folder
+data.json         fingerprints of the prepared folders; other tokens refuse to resume
 env.json          versions, device and commit of the start and of every resumption
 metrics.jsonl     one JSON object per line
 checkpoints/      see skipless.train.checkpoint
@@ -18,14 +19,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from skipless.data.shards import ASIDE, write_whole
+from skipless.data.store import fingerprint
 from skipless.train.collective import is_main, on_main
 from skipless.train.config import Experiment
 from skipless.train.disk import storing
 from skipless.train.environment import environment
 from skipless.train.metrics import MetricsLog
 
-EXPERIMENT, ENVIRONMENT, METRICS, FINISHED, LOCK = (
+EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK = (
     "experiment.json",
+    "data.json",
     "env.json",
     "metrics.jsonl",
     "finished.json",
@@ -56,8 +59,8 @@ class RunFolder:
     def open(cls, path: str | Path, experiment: Experiment, *, resume: bool) -> "RunFolder":
         """Make the folder that of `experiment`, or take up what is there with resume=True.
 
-        ValueError if it holds a run with other settings (naming each), one that needs --resume, files of something
-        else, or if another process is training there; RunFinishedError if there is nothing left to do.
+        ValueError if it holds a run with other settings (naming each) or tokens, one that needs --resume, files of
+        something else, or if another process is training there; RunFinishedError if there is nothing left to do.
         resume=True where no run has begun starts one, so that a command can always be run again with --resume.
         """
         path = Path(path)
@@ -136,7 +139,7 @@ def read_experiment(path: str | Path) -> Experiment:
 def _check_place(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a folder")
-    own = (EXPERIMENT, ENVIRONMENT, METRICS, FINISHED, LOCK, CHECKPOINTS, EXPORT)
+    own = (EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK, CHECKPOINTS, EXPORT)
     foreign = (
         [file.name for file in path.iterdir() if file.name not in own and file.suffix != ASIDE] if path.exists() else []
     )
@@ -194,6 +197,7 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
             raise RunFinishedError(f"the run in {path} is finished; to train again, use another folder")
         if not resume:
             raise ValueError(f"{path} holds this run, unfinished: add --resume to go on, or use another folder")
+        _check_tokens(path / DATA, experiment)
     elif resume:
         logger.info("%s holds no run yet: it starts from the beginning", path)
     for name in (CHECKPOINTS, EXPORT):
@@ -202,6 +206,7 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
         leftover.unlink()
     _note_environment(path / ENVIRONMENT, begun)
     if not begun:
+        write_whole(path / DATA, json.dumps(_fingerprints(experiment), indent=2).encode() + b"\n")
         write_whole(file, experiment.to_json().encode() + b"\n")
 
 
@@ -228,6 +233,27 @@ def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
             f"{path} holds a run with other settings: {'; '.join(differing)}. To go on with that run, repeat its "
             "settings and add --resume; for these settings, use another folder"
         )
+
+
+def _fingerprints(experiment: Experiment) -> dict[str, str | None]:
+    folders = {"data.folder": experiment.data.folder, "data.valid": experiment.data.valid}
+    return {name: fingerprint(folder) for name, folder in folders.items() if folder is not None}
+
+
+def _check_tokens(file: Path, experiment: Experiment) -> None:
+    """Refuse tokens that were prepared anew since the run began; a folder of before such notes has none to compare."""
+    if not file.is_file():
+        return
+    try:
+        there = dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
+    for name, here in _fingerprints(experiment).items():
+        if here and there.get(name) not in (None, here):
+            raise ValueError(
+                f"{name} holds other tokens ({here}) than when the run in {file.parent} began ({there[name]}); prepare "
+                f"them again as they were, or use another folder for a new run. To go on regardless, delete {file}"
+            )
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
