@@ -206,6 +206,7 @@ def test_mistakes_before_training_are_named(experiment, tmp_path):
     small = dataclasses.replace(experiment, model=experiment.model.replace(vocab_size=100))
     with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the 256 tokens.*--set model.vocab_size=256"):
         train(small, tmp_path / "a", device="cpu", quiet=True)
+    train(changed(experiment, steps=5), tmp_path / "a", device="cpu", quiet=True)  # as it was told to
     nowhere = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, folder=None))
     with pytest.raises(ValueError, match=r"data\.folder is not set"):
         train(nowhere, tmp_path / "b", device="cpu", quiet=True)

@@ -22,6 +22,11 @@ def opened(path, experiment=EXPERIMENT, resume=False) -> RunFolder:
     return RunFolder.open(path, experiment, resume=resume)
 
 
+def begun(path) -> None:
+    with opened(path) as run:
+        run.log({"step": 1})
+
+
 def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -46,7 +51,7 @@ def test_what_a_run_folder_holds(tmp_path):
 
 
 def test_other_settings_are_named(tmp_path):
-    opened(tmp_path / "run").close()
+    begun(tmp_path / "run")
     other = EXPERIMENT.override("train.steps=500", "train.warmup=10", "model.width=32", "name=big")
     with pytest.raises(ValueError, match="other settings") as seen:
         opened(tmp_path / "run", other, resume=True)
@@ -64,12 +69,29 @@ def test_other_settings_are_named(tmp_path):
 
 
 def test_an_unfinished_run_asks_for_resume(tmp_path):
-    opened(tmp_path).close()
+    begun(tmp_path)
     with pytest.raises(ValueError, match=r"unfinished: add --resume"):
         opened(tmp_path)
     opened(tmp_path, resume=True).close()
     opened(tmp_path, resume=True).close()
     assert len(json.loads((tmp_path / "env.json").read_text())["resumed"]) == 2
+
+
+def test_a_folder_where_nothing_was_trained_is_free(tmp_path):
+    """A start that was refused after it had written its settings is repeated with others."""
+    opened(tmp_path).close()
+    other = EXPERIMENT.override("model.vocab_size=64")
+    with opened(tmp_path, other) as run:
+        assert read_experiment(tmp_path) == other
+        run.log({"step": 1})
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 64 there, 32 here"):
+        opened(tmp_path, resume=True)
+
+
+def test_how_many_checkpoints_stay_may_change(tmp_path):
+    """A full disk asks for fewer of them, and to go on."""
+    begun(tmp_path)
+    opened(tmp_path, EXPERIMENT.override("train.keep=1"), resume=True).close()
 
 
 def test_resume_where_nothing_is_starts(tmp_path):
@@ -104,7 +126,7 @@ def test_a_start_killed_before_experiment_json_is_taken_up(tmp_path):
 
 
 def test_a_damaged_experiment_is_named(tmp_path):
-    opened(tmp_path).close()
+    begun(tmp_path)
     os.truncate(tmp_path / "experiment.json", 40)
     with pytest.raises(ValueError, match=r"experiment.json is damaged"):
         opened(tmp_path, resume=True)

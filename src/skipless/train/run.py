@@ -1,6 +1,6 @@
 """The folder of a run: what was asked for, where it ran, what it measured; and who may write there.
 
-experiment.json   the whole configuration; another one refuses the folder
+experiment.json   the whole configuration; once something is trained another one refuses the folder
 data.json         fingerprints of the prepared folders; other tokens refuse to resume
 env.json          versions, device and commit of the start and of every resumption
 metrics.jsonl     one JSON object per line
@@ -35,6 +35,7 @@ EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK = (
     ".lock",
 )
 CHECKPOINTS, EXPORT = "checkpoints", "export"
+FREE = ("train.keep",)  # settings that may change when a run goes on
 logger = logging.getLogger("skipless")
 
 
@@ -190,7 +191,7 @@ def _free(file: IO[str], holder: str, here: str) -> bool:
 
 def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
     file = path / EXPERIMENT
-    begun = file.is_file()
+    begun = file.is_file() and _trained(path)
     if begun:
         _check_same(path, read_experiment(path), experiment)
         if (path / FINISHED).is_file():
@@ -210,6 +211,13 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
         write_whole(file, experiment.to_json().encode() + b"\n")
 
 
+def _trained(path: Path) -> bool:
+    """Whether a run has come to anything; a start that was refused has not, and its folder is free."""
+    metrics = path / METRICS
+    logged = metrics.is_file() and metrics.stat().st_size > 0
+    return logged or (path / FINISHED).is_file() or any((path / CHECKPOINTS).glob("step-*"))
+
+
 def _note_environment(file: Path, begun: bool) -> None:
     noted = environment()
     if begun and file.is_file():
@@ -225,7 +233,7 @@ def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
     old, new = (_flat(json.loads(one.to_json())) for one in (there, here))
     differing = [
         f"{name} is {old.get(name)!r} there, {new.get(name)!r} here"
-        for name in sorted(old.keys() | new.keys())
+        for name in sorted((old.keys() | new.keys()).difference(FREE))
         if old.get(name) != new.get(name)
     ]
     if differing:
