@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.training import Bytes, TrainUnigram
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 from skipless.train import loop
@@ -59,6 +62,26 @@ def test_validation_in_the_log_is_the_models(experiment, tmp_path):
     valid = [r for r in records if "valid_loss" in r]
     assert [r["step"] for r in valid] == [12, 24]
     assert valid[-1]["valid_perplexity"] == pytest.approx(np.exp(valid[-1]["valid_loss"]))
+
+
+def test_validation_on_another_folder_wants_the_same_tokens(experiment, prepared, tmp_path):
+    """One that cannot serve was asked for all the same, so that training does not go on without."""
+
+    def validated(folder):
+        data = dataclasses.replace(experiment.data, valid=str(folder))
+        train(changed(dataclasses.replace(experiment, data=data), steps=12), tmp_path / "run", device="cpu", quiet=True)
+
+    text = Path(loop.__file__).parent
+    with pytest.raises(ValueError, match=r"data\.valid=.*mistyped cannot serve .* is not a prepared folder"):
+        validated(tmp_path / "mistyped")
+    prepare(Preparation(str(text), TrainUnigram(500, 0.2), valid_fraction=0.5), tmp_path / "pieces", workers=1)
+    with pytest.raises(
+        ValueError, match=r"data\.valid=.*pieces cannot .* \(bytes, 256 pieces.*did not make the shards"
+    ):
+        validated(tmp_path / "pieces")
+    prepare(Preparation(str(text), Bytes(), valid_fraction=0.5), tmp_path / "bytes", workers=1)
+    validated(tmp_path / "bytes")
+    assert read_result(tmp_path / "run")["valid"]["loss"] > 0
 
 
 @pytest.mark.parametrize("name", ["muon", "soap"])

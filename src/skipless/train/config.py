@@ -17,8 +17,8 @@ from skipless.train.optim import OptimizerConfig
 class DataConfig:
     """What to train on: a prepared folder, or a corpus that is prepared first (see `skipless prepare`).
 
-    valid is an optional second prepared folder for validation; otherwise the corpus's own held-out split serves.
-    packed keeps attention within documents.
+    valid is an optional second prepared folder, by the same tokenizer, whose held-out split serves for validation
+    instead of the first one's. packed keeps attention within documents.
     """
 
     corpus: str = "stdlib"

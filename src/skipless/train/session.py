@@ -101,6 +101,7 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
     shape = (config.length, config.batch_size, config.seed, world.rank, world.size)
     loader = TokenLoader(store, *shape, documents=data.packed)
     _check_share(config, world)
+    valid = _valid_loader(experiment, world, store)
     torch.manual_seed(config.seed)
     with world.device:
         model = Transformer(experiment.model, impl=config.impl)
@@ -114,7 +115,6 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
     display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
-    valid = _valid_loader(experiment, world)
     return Session(experiment, world, run, loader, valid, wrapped, optimizer, display, graph=graph)
 
 
@@ -141,14 +141,17 @@ def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
     return 6.0 * matrix_parameters + 6.0 * model.depth * model.width * experiment.train.length
 
 
-def _valid_loader(experiment: Experiment, world: World) -> TokenLoader | None:
+def _valid_loader(experiment: Experiment, world: World, trained: TokenStore) -> TokenLoader | None:
     data, config = experiment.data, experiment.train
     if not config.eval_every:
         return None
-    folder = data.valid or data.folder
     try:
-        store = TokenStore(folder or "", "valid")
+        store = TokenStore(data.valid or trained.folder, "valid")
+        if data.valid is not None:
+            store.check_tokenizer(trained.tokenizer)
         return TokenLoader(store, config.length, config.batch_size, 0, world.rank, world.size, documents=data.packed)
     except ValueError as error:
+        if data.valid is not None:
+            raise ValueError(f"data.valid={data.valid} cannot serve for validation: {error}") from error
         logger.warning("no validation during training: %s", error)
         return None
