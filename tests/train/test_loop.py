@@ -17,12 +17,14 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.training import Bytes, TrainUnigram
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
-from skipless.train import loop
+from skipless.train import loop, session
 from skipless.train.config import Experiment
 from skipless.train.divergence import Diverged, GradientWatch, advice, diagonal_warning
+from skipless.train.log import Display
 from skipless.train.loop import read_result, train
 from skipless.train.metrics import read_metrics
 from skipless.train.run import RunFinishedError
+from skipless.train.session import Session
 
 RUN = """
 import sys
@@ -188,7 +190,7 @@ def _poison(monkeypatch, call: int) -> None:
 
 def test_divergence_stops_with_the_step_the_blocks_and_the_last_good_checkpoint(experiment, tmp_path, monkeypatch):
     _poison(monkeypatch, 9)
-    with pytest.raises(Diverged, match=r"at step 8: loss nan.*Norms per block.*last good checkpoint is step-000006"):
+    with pytest.raises(Diverged, match=r"at step 9: loss nan.*Norms per block.*last good checkpoint is step-000006"):
         train(experiment, tmp_path / "run", device="cpu", quiet=True)
 
 
@@ -211,6 +213,33 @@ def test_divergence_can_go_back_and_halve_the_rate(experiment, tmp_path, monkeyp
     train(changed(experiment, on_divergence="halve-lr"), tmp_path / "run", device="cpu", quiet=True)
     assert "Goes back to step 6 with 0.5 of the rate" in caplog.text
     assert read_result(tmp_path / "run")["steps"] == 24
+
+
+def test_a_checkpoint_that_is_ruined_already_is_left_behind(experiment, tmp_path, monkeypatch, caplog):
+    """What was saved after step 6 diverges at step 7 whatever the rate: the run starts over, on the display it has."""
+    honest, saves, displays = Session.checkpoint, [], []
+
+    def ruined(live):
+        saves.append(live.progress.step)
+        if len(saves) == 1:
+            next(live.model.parameters()).data.fill_(float("nan"))
+        honest(live)
+
+    def counted(*arguments, **options):
+        displays.append(Display(*arguments, **options))
+        return displays[-1]
+
+    monkeypatch.setattr(Session, "checkpoint", ruined)
+    monkeypatch.setattr(session, "Display", counted)
+    train(changed(experiment, on_divergence="halve-lr"), tmp_path / "run", device="cpu", quiet=True)
+    assert "diverged at step 7" in caplog.text
+    places = [words for record in caplog.records if "Goes back" in (words := record.getMessage())]
+    assert [words.partition("Goes back to ")[2] for words in places] == [
+        "step 6 with 0.5 of the rate.",
+        "step 0 with 0.25 of the rate.",
+    ]
+    assert [record["step"] for record in read_metrics(tmp_path / "run") if "loss" in record][:3] == [5, 6, 10]
+    assert (read_result(tmp_path / "run")["steps"], len(displays)) == (24, 1)
 
 
 def test_a_growing_gradient_is_said_once():

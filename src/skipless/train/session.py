@@ -43,6 +43,8 @@ class Session:
     """One process's part of a run: everything that lives while it trains.
 
     paces: seconds per step, by interval. gradient_scale: of the gradients that the last step has left behind.
+    saved: step of the newest checkpoint, 0 for none. diverged: such a step and the one after it that diverged, the
+    last time the run went back.
     """
 
     experiment: Experiment
@@ -59,6 +61,8 @@ class Session:
     ending: Ending = field(default_factory=Ending)
     paces: list[float] = field(default_factory=list)
     gradient_scale: float = 1.0
+    saved: int = 0
+    diverged: tuple[int, int] | None = None
 
     @property
     def config(self) -> TrainConfig:
@@ -77,12 +81,14 @@ class Session:
         extra = {"ema": self.progress.ema, "rate_factor": self.progress.rate_factor, "valid": self.progress.valid}
         step, keep = self.progress.step, self.config.keep
         save_checkpoint(self.run.checkpoints, step, self.model, self.optimizer, extra, keep=keep)
+        self.saved = step
 
     def restore(self) -> None:
         """Take up the newest good checkpoint, if there is one, and cut the log back to it."""
         found = load_checkpoint(self.run.checkpoints, self.model, self.optimizer)
         self.progress = Progress(found[0], **found[1]) if found else Progress()
         self.run.rewind(self.progress.step if found else None)
+        self.saved = self.progress.step
         if found:
             self.display.say(f"resumes after step {self.progress.step}")
 
@@ -102,6 +108,16 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
     loader = TokenLoader(store, *shape, documents=data.packed)
     _check_share(config, world)
     valid = _valid_loader(experiment, world, store)
+    model, optimizer = build(experiment, world)
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
+    display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
+    return Session(experiment, world, run, loader, valid, model, optimizer, display, graph=graph)
+
+
+def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model as it starts and its optimiser, on this process's device."""
+    config = experiment.train
     torch.manual_seed(config.seed)
     with world.device:
         model = Transformer(experiment.model, impl=config.impl)
@@ -111,11 +127,7 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
         model.compile_blocks()
     wrapped = distribute(model, world, config.strategy, HALF.get(config.precision))
     # with or without a graph: rates of one kind, so that both compute the same
-    optimizer = build_optimizer(wrapped, experiment.optimizer, capturable=refusal(experiment, world) is None)
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
-    display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
-    return Session(experiment, world, run, loader, valid, wrapped, optimizer, display, graph=graph)
+    return wrapped, build_optimizer(wrapped, experiment.optimizer, capturable=refusal(experiment, world) is None)
 
 
 def _check_share(config: TrainConfig, world: World) -> None:
