@@ -147,6 +147,18 @@ def test_ctrl_c_saves_and_says_how_to_go_on(experiment, tmp_path):
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
 
 
+def test_the_log_of_a_run_that_was_stopped_is_the_uninterrupted_ones(experiment, tmp_path, monkeypatch):
+    """Stopped after step 8, where no line is due, it logs one, and takes it back when it goes on."""
+    train(experiment, tmp_path / "whole", device="cpu", quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_stops", lambda live, *_: KeyboardInterrupt if live.progress.step == 7 else None)
+        with pytest.raises(KeyboardInterrupt, match="after step 8"):
+            train(experiment, tmp_path / "stopped", device="cpu", quiet=True)
+    assert read_metrics(tmp_path / "stopped")[-1]["step"] == 8
+    train(experiment, tmp_path / "stopped", resume=True, device="cpu", quiet=True)
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "stopped" / "metrics.jsonl").read_text()
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch(experiment, tmp_path):
     train(changed(experiment, steps=6), tmp_path / "one", device="cpu", quiet=True)
     train(changed(experiment, steps=6, accumulate=2), tmp_path / "two", device="cpu", quiet=True)

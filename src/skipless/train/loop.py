@@ -94,7 +94,7 @@ def _train_to_end(session: Session) -> None:
     with session.loader.batches(progress.step, world.device) as batches, StopRequest() as stop:
         for step in range(progress.step, config.steps):
             pending.append(advance(step, next(batches)))
-            due = (step + 1) % config.log_every == 0 or step + 1 == config.steps or _saves(session, step + 1)
+            due = session.logs(step + 1)
             stopping = _stops(session, stop, due)
             if due or stopping:
                 session.gradient_scale = step_once.gradient_scale
@@ -120,11 +120,6 @@ def _stops(session: Session, stop: StopRequest, due: bool) -> type[BaseException
     if world.any(stop.asked):
         return KeyboardInterrupt
     return TimeUp if world.any(session.ending.due) else None
-
-
-def _saves(session: Session, step: int) -> bool:
-    every = session.config.checkpoint_every
-    return bool(every) and step % every == 0
 
 
 def _flush(session: Session, step: int, pending: list, watch: GradientWatch, began: float) -> None:
@@ -158,7 +153,7 @@ def _every(session: Session) -> None:
         progress.valid = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
         session.record({"step": progress.step, **{f"valid_{k}": v for k, v in progress.valid.items()}})
         session.display.say(f"step {progress.step}: validation loss {result.loss:.4f}, ppl {result.perplexity:.2f}")
-    if (last and session.ending.weights) or _saves(session, progress.step):
+    if (last and session.ending.weights) or session.saves(progress.step):
         session.checkpoint()
 
 

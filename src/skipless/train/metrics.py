@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,16 @@ class MetricsLog:
         if self._file is not None:
             os.fsync(self._file.fileno())
 
-    def rewind(self, step: int | None) -> None:
-        """Keep the lines up to `step`; none for None."""
+    def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
+        """Keep the lines up to `step`, none for None; of losses only those of steps that are `due`."""
         self.close()
+
+        def kept(record: dict[str, Any]) -> bool:
+            extra = due is not None and "loss" in record and not due(record["step"])
+            return step is not None and record["step"] <= step and not extra
+
         if self.path.is_file():
-            records = read_metrics(self.path)
-            self._keep([record for record in records if step is not None and record["step"] <= step])
+            self._keep([record for record in read_metrics(self.path) if kept(record)])
 
     def close(self) -> None:
         """Close the file; the next record opens it again."""

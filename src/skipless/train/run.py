@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -93,15 +94,16 @@ class RunFolder:
             with storing(self.metrics):
                 self._log.sync()
 
-    def rewind(self, step: int | None) -> None:
+    def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
         """Drop lines after the checkpoint's step, so that the log becomes that of a run without interruption.
 
-        None, for no checkpoint, drops all. So lines of step s are to be logged before the checkpoint of step s. Where
-        records count from 0 and checkpoints count updates, the last line that belongs to one is rewind(step - 1)'s.
+        None, for no checkpoint, drops all, and `due` the losses of other steps, which a run logs only as it stops. So
+        lines of step s are to be logged before the checkpoint of step s. Where records count from 0 and checkpoints
+        count updates, the last line that belongs to one is rewind(step - 1)'s.
         """
         if self._log is not None:
             with storing(self.metrics):
-                self._log.rewind(step)
+                self._log.rewind(step, due)
 
     def finish(self, **summary: Any) -> None:
         """Mark the run as finished, with what is worth knowing at a glance."""

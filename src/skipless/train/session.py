@@ -69,6 +69,15 @@ class Session:
         """The run's schedule."""
         return self.experiment.train
 
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many updates."""
+        every = self.config.checkpoint_every
+        return bool(every) and step % every == 0
+
+    def logs(self, step: int) -> bool:
+        """Whether a line of the log is due after so many updates."""
+        return step % self.config.log_every == 0 or step == self.config.steps or self.saves(step)
+
     def record(self, values: dict) -> None:
         """One line of metrics.jsonl, and of TensorBoard where it is on."""
         self.run.log(values)
@@ -87,7 +96,7 @@ class Session:
         """Take up the newest good checkpoint, if there is one, and cut the log back to it."""
         found = load_checkpoint(self.run.checkpoints, self.model, self.optimizer)
         self.progress = Progress(found[0], **found[1]) if found else Progress()
-        self.run.rewind(self.progress.step if found else None)
+        self.run.rewind(self.progress.step if found else None, self.logs)
         self.saved = self.progress.step
         if found:
             self.display.say(f"resumes after step {self.progress.step}")
