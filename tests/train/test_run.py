@@ -256,6 +256,22 @@ def test_a_full_disk(tmp_path, monkeypatch):
             run.log({"step": 1})
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_said_once_and_the_folder_let_go(tmp_path):
+    """What could not be written is not tried again at the end, where a bare error would take the place of the first."""
+
+    def fill() -> None:
+        with opened(tmp_path) as run:
+            run.metrics.symlink_to("/dev/full")
+            run.log({"step": 1})
+
+    with pytest.raises(OSError, match=r"metrics.jsonl could not be written .* --resume") as seen:
+        fill()
+    assert seen.value.__context__ is seen.value.__cause__
+    (tmp_path / "metrics.jsonl").unlink()
+    begun(tmp_path)
+
+
 def test_git_state(tmp_path):
     assert git_state(tmp_path) is None
     (tmp_path / "__init__.py").write_text("")

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,13 @@ class MetricsLog:
             if self.path.is_file():
                 self._keep(read_metrics(self.path))  # no line is added to half of one
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError:
+            with suppress(OSError):  # it would be written again, and its second error hide the first
+                self.close()
+            raise
 
     def sync(self) -> None:
         """Flush to the disk: lines outlive the machine."""
@@ -67,9 +73,9 @@ class MetricsLog:
 
     def close(self) -> None:
         """Close the file; the next record opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _keep(self, records: list[dict[str, Any]]) -> None:
         text = "".join(json.dumps(record) + "\n" for record in records).encode()

@@ -114,12 +114,15 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the log and let go of the folder."""
-        if self._log is not None:
-            self._log.close()
-        if self._lock is not None:
-            self._lock.truncate(0)
-            self._lock.close()
-            self._lock = None
+        try:
+            if self._log is not None:
+                with storing(self.metrics):
+                    self._log.close()
+        finally:
+            if self._lock is not None:
+                self._lock.truncate(0)
+                self._lock.close()
+                self._lock = None
 
     def __enter__(self) -> "RunFolder":
         return self
