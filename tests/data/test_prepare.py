@@ -140,6 +140,15 @@ def test_other_options_are_named_and_force_starts_over(plan, folder, sources, mo
     assert not (folder / "tokenizer.model").exists()
 
 
+def test_options_that_came_to_nothing_leave_the_folder_free(sources, tmp_path):
+    """A vocabulary that the text is too short for, and then the one that the error names."""
+    with pytest.raises(ValueError, match="vocab"):
+        prepare(Preparation(str(sources), TrainUnigram(60_000, 0.05)), tmp_path / "out")
+    assert (tmp_path / "out" / "options.json").is_file()
+    prepare(Preparation(str(sources), Bytes()), tmp_path / "out")
+    assert TokenStore(tmp_path / "out").tokenizer.kind == "bytes"
+
+
 def test_a_changed_corpus_is_noticed(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("one two three")

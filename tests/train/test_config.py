@@ -1,5 +1,8 @@
+import json
+
 import pytest
 
+from skipless.cli.train import chosen
 from skipless.model.presets import preset
 from skipless.recipes import names, recipe
 from skipless.theory.schemes import ExponentialSPA
@@ -66,6 +69,9 @@ def test_a_field_set_as_a_whole_and_in_part_is_refused():
         ("optimizer.role_rates=3", "is '3', not a mapping; write it as .*, or set optimizer.role_rates.value=0.5"),
         ("optimizer.role_rates.up=fast", "optimizer.role_rates.up is 'fast'; it must be a number"),
         ("optimizer.role_rates.upp=3", "upp"),
+        ("train=3", "train cannot be set from text; set a field below it, such as train.steps="),
+        ('train={"steps": 3}', "train cannot be set from text"),
+        ("model.mlp_skip=3", "model.mlp_skip cannot be set from text; .* such as model.mlp_skip.shortcut="),
         ("optimizer.role_rates.up.more=3", "optimizer.role_rates.up is a plain value"),
     ],
 )
@@ -77,6 +83,49 @@ def test_a_wrong_override_is_named_with_a_remedy(assignment, words):
 def test_unknown_fields_of_a_file_are_errors():
     with pytest.raises(ValueError, match="train has no field 'step'; did you mean 'steps'"):
         Experiment.from_json(small().to_json().replace('"steps"', '"step"'))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("train.precision", "fp8", "train.precision is 'fp8'; it must be one of 'bf16', 'fp16', 'fp32'"),
+        ("train.steps", "20", "train.steps is '20'; it must be a whole number"),
+        ("train.steps", 20.5, "train.steps is 20.5; it must be a whole number"),
+        ("train.steps", True, "train.steps is True; it must be a whole number"),
+        ("train.compile", 1, "train.compile is 1; it must be true or false"),
+        ("train.probe_at", 3, "train.probe_at is 3; it must be a list"),
+        ("train.probe_at", ["a"], "train.probe_at is 'a'; it must be a whole number"),
+        ("data.folder", 3, "data.folder is 3; it must be text"),
+        ("optimizer.clip", "none", "optimizer.clip is 'none'; it must be a number"),
+        ("optimizer.role_rates", {"up": "fast"}, "optimizer.role_rates.up is 'fast'; it must be a number"),
+        ("model.width", "64", "model.width is '64'; it must be a whole number"),
+        ("model.mlp_skip", {"shortcut": None}, "model.mlp_skip.shortcut is None; it must be a number"),
+        ("model.scheme", {"kind": "e-spa", "gama": 1}, "model cannot be read: .*gama"),
+        ("train", [], r"train is \[\]; it must be a mapping of steps"),
+        ("trian", {}, "an experiment has no field 'trian'; did you mean 'train'"),
+        ("name", None, "an experiment is a mapping with a name"),
+    ],
+)
+def test_a_wrong_value_of_a_file_is_named(field, value, words):
+    plain = json.loads(small().to_json())
+    *above, name = field.split(".")
+    (plain[above[0]] if above else plain)[name] = value
+    with pytest.raises(ValueError, match=words):
+        Experiment.from_json(json.dumps(plain))
+
+
+def test_what_a_file_may_leave_out_and_how_numbers_may_be_written():
+    assert Experiment.from_json('{"name": "a"}') == Experiment("a")
+    written = Experiment.from_json('{"name": "a", "train": {"steps": 5e3}, "optimizer": {"clip": 1, "rate": null}}')
+    assert repr(written.train.steps) == "5000"
+    assert (written.optimizer.clip, written.optimizer.rate) == (1, None)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", '"a"'])
+def test_a_file_that_is_no_experiment_is_named(tmp_path, text):
+    (tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ValueError, match=r"mine\.json is not an experiment: "):
+        chosen(str(tmp_path / "mine.json"), None, [])
 
 
 def test_recipes_are_appendix_h():

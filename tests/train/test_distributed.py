@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from skipless.train.config import Experiment
+from skipless.train.distributed import World
 from skipless.train.loop import train
 from skipless.train.metrics import read_metrics
+from skipless.train.run import RunFolder
+from skipless.train.session import open_session
 
 RUN = """
 import faulthandler, sys
@@ -79,6 +82,15 @@ def test_two_processes_train_as_one(experiment, tmp_path, strategy):
     alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(alone) == len(together) == 50
     assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize(("accumulate", "fits", "size"), [(2, 1, 8), (6, 3, 12)])
+def test_micro_batches_must_divide_the_rows_of_each_process(experiment, tmp_path, accumulate, fits, size):
+    """Rows that no micro-batch takes would be lost without a word."""
+    experiment = changed(experiment, batch_size=6, accumulate=accumulate)
+    words = f"the 3 rows that each of 2 processes has .* train.accumulate={fits}, or --set train.batch_size={size}$"
+    with RunFolder.open(tmp_path, experiment, resume=False) as run, pytest.raises(ValueError, match=words):
+        open_session(experiment, World(0, 2, torch.device("cpu")), run, quiet=True)
 
 
 def test_a_checkpoint_of_two_is_taken_up_by_one_and_back(experiment, tmp_path):

@@ -257,7 +257,7 @@ def test_a_run_with_a_graph_is_the_run_without_and_resumes(experiment, tmp_path,
     train(changed("on"), tmp_path / "on", device="cpu", quiet=True)
     with monkeypatch.context() as patch:
         poison(patch, 3 + 15)
-        with pytest.raises(Diverged, match="at step 14"):
+        with pytest.raises(Diverged, match="at step 15"):
             train(changed("auto"), tmp_path / "auto", device="cpu", quiet=True)
     train(changed("auto"), tmp_path / "auto", resume=True, device="cpu", quiet=True)
     off, on, auto = (load_file(tmp_path / run / "model.safetensors") for run in ("off", "on", "auto"))
@@ -288,7 +288,7 @@ def test_a_checkpoint_changes_hands_between_a_graph_and_none(experiment, tmp_pat
         if ways[0] == "graph":
             take_the_graphs_path(patch)
         poison(patch, 15 + 3 * (ways[0] == "graph"))
-        with pytest.raises(Diverged, match="at step 14"):
+        with pytest.raises(Diverged, match="at step 15"):
             train(experiment, tmp_path / "taken-up", device="cpu", quiet=True)
     with monkeypatch.context() as patch:
         if ways[1] == "graph":

@@ -6,20 +6,25 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.training import Bytes, TrainUnigram
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
-from skipless.train import loop
+from skipless.train import loop, session
 from skipless.train.config import Experiment
 from skipless.train.divergence import Diverged, GradientWatch, advice, diagonal_warning
+from skipless.train.log import Display
 from skipless.train.loop import read_result, train
 from skipless.train.metrics import read_metrics
 from skipless.train.run import RunFinishedError
+from skipless.train.session import Session
 
 RUN = """
 import sys
@@ -59,6 +64,26 @@ def test_validation_in_the_log_is_the_models(experiment, tmp_path):
     valid = [r for r in records if "valid_loss" in r]
     assert [r["step"] for r in valid] == [12, 24]
     assert valid[-1]["valid_perplexity"] == pytest.approx(np.exp(valid[-1]["valid_loss"]))
+
+
+def test_validation_on_another_folder_wants_the_same_tokens(experiment, prepared, tmp_path):
+    """One that cannot serve was asked for all the same, so that training does not go on without."""
+
+    def validated(folder):
+        data = dataclasses.replace(experiment.data, valid=str(folder))
+        train(changed(dataclasses.replace(experiment, data=data), steps=12), tmp_path / "run", device="cpu", quiet=True)
+
+    text = Path(loop.__file__).parent
+    with pytest.raises(ValueError, match=r"data\.valid=.*mistyped cannot serve .* is not a prepared folder"):
+        validated(tmp_path / "mistyped")
+    prepare(Preparation(str(text), TrainUnigram(500, 0.2), valid_fraction=0.5), tmp_path / "pieces", workers=1)
+    with pytest.raises(
+        ValueError, match=r"data\.valid=.*pieces cannot .* \(bytes, 256 pieces.*did not make the shards"
+    ):
+        validated(tmp_path / "pieces")
+    prepare(Preparation(str(text), Bytes(), valid_fraction=0.5), tmp_path / "bytes", workers=1)
+    validated(tmp_path / "bytes")
+    assert read_result(tmp_path / "run")["valid"]["loss"] > 0
 
 
 @pytest.mark.parametrize("name", ["muon", "soap"])
@@ -122,6 +147,18 @@ def test_ctrl_c_saves_and_says_how_to_go_on(experiment, tmp_path):
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
 
 
+def test_the_log_of_a_run_that_was_stopped_is_the_uninterrupted_ones(experiment, tmp_path, monkeypatch):
+    """Stopped after step 8, where no line is due, it logs one, and takes it back when it goes on."""
+    train(experiment, tmp_path / "whole", device="cpu", quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_stops", lambda live, *_: KeyboardInterrupt if live.progress.step == 7 else None)
+        with pytest.raises(KeyboardInterrupt, match="after step 8"):
+            train(experiment, tmp_path / "stopped", device="cpu", quiet=True)
+    assert read_metrics(tmp_path / "stopped")[-1]["step"] == 8
+    train(experiment, tmp_path / "stopped", resume=True, device="cpu", quiet=True)
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "stopped" / "metrics.jsonl").read_text()
+
+
 def test_accumulation_gives_the_gradient_of_the_whole_batch(experiment, tmp_path):
     train(changed(experiment, steps=6), tmp_path / "one", device="cpu", quiet=True)
     train(changed(experiment, steps=6, accumulate=2), tmp_path / "two", device="cpu", quiet=True)
@@ -165,7 +202,7 @@ def _poison(monkeypatch, call: int) -> None:
 
 def test_divergence_stops_with_the_step_the_blocks_and_the_last_good_checkpoint(experiment, tmp_path, monkeypatch):
     _poison(monkeypatch, 9)
-    with pytest.raises(Diverged, match=r"at step 8: loss nan.*Norms per block.*last good checkpoint is step-000006"):
+    with pytest.raises(Diverged, match=r"at step 9: loss nan.*Norms per block.*last good checkpoint is step-000006"):
         train(experiment, tmp_path / "run", device="cpu", quiet=True)
 
 
@@ -190,6 +227,33 @@ def test_divergence_can_go_back_and_halve_the_rate(experiment, tmp_path, monkeyp
     assert read_result(tmp_path / "run")["steps"] == 24
 
 
+def test_a_checkpoint_that_is_ruined_already_is_left_behind(experiment, tmp_path, monkeypatch, caplog):
+    """What was saved after step 6 diverges at step 7 whatever the rate: the run starts over, on the display it has."""
+    honest, saves, displays = Session.checkpoint, [], []
+
+    def ruined(live):
+        saves.append(live.progress.step)
+        if len(saves) == 1:
+            next(live.model.parameters()).data.fill_(float("nan"))
+        honest(live)
+
+    def counted(*arguments, **options):
+        displays.append(Display(*arguments, **options))
+        return displays[-1]
+
+    monkeypatch.setattr(Session, "checkpoint", ruined)
+    monkeypatch.setattr(session, "Display", counted)
+    train(changed(experiment, on_divergence="halve-lr"), tmp_path / "run", device="cpu", quiet=True)
+    assert "diverged at step 7" in caplog.text
+    places = [words for record in caplog.records if "Goes back" in (words := record.getMessage())]
+    assert [words.partition("Goes back to ")[2] for words in places] == [
+        "step 6 with 0.5 of the rate.",
+        "step 0 with 0.25 of the rate.",
+    ]
+    assert [record["step"] for record in read_metrics(tmp_path / "run") if "loss" in record][:3] == [5, 6, 10]
+    assert (read_result(tmp_path / "run")["steps"], len(displays)) == (24, 1)
+
+
 def test_a_growing_gradient_is_said_once():
     watch = GradientWatch(window=20, factor=10.0)
     assert all(watch.see(step, 1.0) is None for step in range(15))
@@ -206,6 +270,7 @@ def test_mistakes_before_training_are_named(experiment, tmp_path):
     small = dataclasses.replace(experiment, model=experiment.model.replace(vocab_size=100))
     with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the 256 tokens.*--set model.vocab_size=256"):
         train(small, tmp_path / "a", device="cpu", quiet=True)
+    train(changed(experiment, steps=5), tmp_path / "a", device="cpu", quiet=True)  # as it was told to
     nowhere = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, folder=None))
     with pytest.raises(ValueError, match=r"data\.folder is not set"):
         train(nowhere, tmp_path / "b", device="cpu", quiet=True)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.training import Bytes
 from skipless.model.config import ModelConfig
 from skipless.train.config import Experiment
 from skipless.train.environment import git_state
@@ -20,6 +22,11 @@ def opened(path, experiment=EXPERIMENT, resume=False) -> RunFolder:
     return RunFolder.open(path, experiment, resume=resume)
 
 
+def begun(path) -> None:
+    with opened(path) as run:
+        run.log({"step": 1})
+
+
 def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -27,7 +34,15 @@ def names(folder) -> list[str]:
 def test_what_a_run_folder_holds(tmp_path):
     with opened(tmp_path / "runs" / "a") as run:
         run.log({"step": 0, "loss": 3.5})
-    assert names(run.path) == [".lock", "checkpoints", "env.json", "experiment.json", "export", "metrics.jsonl"]
+    assert names(run.path) == [
+        ".lock",
+        "checkpoints",
+        "data.json",
+        "env.json",
+        "experiment.json",
+        "export",
+        "metrics.jsonl",
+    ]
     assert read_experiment(run.path) == EXPERIMENT
     noted = json.loads((run.path / "env.json").read_text())
     assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -36,7 +51,7 @@ def test_what_a_run_folder_holds(tmp_path):
 
 
 def test_other_settings_are_named(tmp_path):
-    opened(tmp_path / "run").close()
+    begun(tmp_path / "run")
     other = EXPERIMENT.override("train.steps=500", "train.warmup=10", "model.width=32", "name=big")
     with pytest.raises(ValueError, match="other settings") as seen:
         opened(tmp_path / "run", other, resume=True)
@@ -54,12 +69,29 @@ def test_other_settings_are_named(tmp_path):
 
 
 def test_an_unfinished_run_asks_for_resume(tmp_path):
-    opened(tmp_path).close()
+    begun(tmp_path)
     with pytest.raises(ValueError, match=r"unfinished: add --resume"):
         opened(tmp_path)
     opened(tmp_path, resume=True).close()
     opened(tmp_path, resume=True).close()
     assert len(json.loads((tmp_path / "env.json").read_text())["resumed"]) == 2
+
+
+def test_a_folder_where_nothing_was_trained_is_free(tmp_path):
+    """A start that was refused after it had written its settings is repeated with others."""
+    opened(tmp_path).close()
+    other = EXPERIMENT.override("model.vocab_size=64")
+    with opened(tmp_path, other) as run:
+        assert read_experiment(tmp_path) == other
+        run.log({"step": 1})
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 64 there, 32 here"):
+        opened(tmp_path, resume=True)
+
+
+def test_how_many_checkpoints_stay_may_change(tmp_path):
+    """A full disk asks for fewer of them, and to go on."""
+    begun(tmp_path)
+    opened(tmp_path, EXPERIMENT.override("train.keep=1"), resume=True).close()
 
 
 def test_resume_where_nothing_is_starts(tmp_path):
@@ -94,10 +126,35 @@ def test_a_start_killed_before_experiment_json_is_taken_up(tmp_path):
 
 
 def test_a_damaged_experiment_is_named(tmp_path):
-    opened(tmp_path).close()
+    begun(tmp_path)
     os.truncate(tmp_path / "experiment.json", 40)
     with pytest.raises(ValueError, match=r"experiment.json is damaged"):
         opened(tmp_path, resume=True)
+
+
+def test_a_run_does_not_go_on_over_other_tokens(tmp_path):
+    """The folder of its tokens was prepared anew since; one that kept no fingerprint goes on as it did."""
+
+    def prepared(text: str) -> None:
+        (tmp_path / "text.txt").write_text(text * 100)
+        plan = Preparation(str(tmp_path / "text.txt"), tokenizer=Bytes(), valid_fraction=0.0)
+        prepare(plan, tmp_path / "tokens", workers=1, force=True)
+
+    prepared("a few words\n\n\n")
+    experiment = EXPERIMENT.override(f"data.folder={tmp_path / 'tokens'}")
+    with opened(tmp_path / "run", experiment) as run:
+        run.log({"step": 1})
+    prepared("a few words\n\n\n")
+    opened(tmp_path / "run", experiment, resume=True).close()
+    prepared("other words\n\n\n")
+    file = tmp_path / "run" / "data.json"
+    with pytest.raises(ValueError, match=r"data\.folder holds other tokens .* delete .*data\.json"):
+        opened(tmp_path / "run", experiment, resume=True)
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json is damaged .*; delete it"):
+        opened(tmp_path / "run", experiment, resume=True)
+    file.unlink()
+    opened(tmp_path / "run", experiment, resume=True).close()
 
 
 def test_two_processes_do_not_train_one_run(tmp_path):
@@ -197,6 +254,22 @@ def test_a_full_disk(tmp_path, monkeypatch):
             OSError, match=r"metrics.jsonl could not be written \(No space left on device\): .* --resume"
         ):
             run.log({"step": 1})
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_said_once_and_the_folder_let_go(tmp_path):
+    """What could not be written is not tried again at the end, where a bare error would take the place of the first."""
+
+    def fill() -> None:
+        with opened(tmp_path) as run:
+            run.metrics.symlink_to("/dev/full")
+            run.log({"step": 1})
+
+    with pytest.raises(OSError, match=r"metrics.jsonl could not be written .* --resume") as seen:
+        fill()
+    assert seen.value.__context__ is seen.value.__cause__
+    (tmp_path / "metrics.jsonl").unlink()
+    begun(tmp_path)
 
 
 def test_git_state(tmp_path):

@@ -39,14 +39,22 @@ def command(
 def chosen(name: str, data: Path | None, assignments: list[str]):
     """The experiment that the arguments describe."""
     from skipless.recipes import recipe
-    from skipless.train.config import Experiment
 
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
         raise ValueError(f"{path} does not exist; name a recipe (`skipless train --list`) or a run's experiment.json")
-    experiment = Experiment.from_json(path.read_text()) if path.suffix == ".json" else recipe(name)
+    experiment = _read(path) if path.suffix == ".json" else recipe(name)
     folder = [f"data.folder={data}"] if data is not None else []
     return experiment.override(*folder, *assignments)
+
+
+def _read(path: Path):
+    from skipless.train.config import Experiment
+
+    try:
+        return Experiment.from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not an experiment: {error}") from error
 
 
 def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:

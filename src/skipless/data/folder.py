@@ -33,16 +33,20 @@ class Folder:
             yield
 
     def claim(self, options: dict, force: bool) -> None:
-        """Make the folder that of these options, or refuse: other options, or a folder of something else."""
+        """Make the folder that of these options, or refuse: tokens by other options, or a folder of something else."""
         path = self.path / OPTIONS
         foreign = [file.name for file in self.path.iterdir() if not self._own(file)]
         if foreign and not path.is_file():
             raise ValueError(
                 f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): give --out a folder of its own"
             )
-        if path.is_file() and not force:
-            self._compare(json.loads(path.read_bytes()), options)
-        elif force:
+        differing = _differing(json.loads(path.read_bytes()), options) if path.is_file() and not force else []
+        if differing and (self.complete() or self.sections()):
+            raise ValueError(
+                f"{self.path} was prepared with other options ({'; '.join(differing)}): use another --out, or --force "
+                "to start over"
+            )
+        if differing or force:
             self._clear()
         for leftover in self.path.glob(f"*{ASIDE}"):
             leftover.unlink()
@@ -54,19 +58,6 @@ class Folder:
     def _own(self, file: Path) -> bool:
         shard = file.suffix == ".bin" and file.name.startswith(("train-", "valid-"))
         return shard or file.suffix == ASIDE or file.name in (OPTIONS, JOURNAL, LOCK, MANIFEST, VERIFIED, MODEL_FILE)
-
-    def _compare(self, there: dict, here: dict) -> None:
-        there, here = _flat(there), _flat(json.loads(json.dumps(here)))
-        differing = [
-            f"{key}: {there.get(key)} there, {here.get(key)} now"
-            for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key)
-        ]
-        if differing:
-            raise ValueError(
-                f"{self.path} was prepared with other options ({'; '.join(differing)}): use another --out, or --force "
-                "to start over"
-            )
 
     def _clear(self) -> None:
         def last(file: Path) -> int:
@@ -112,6 +103,15 @@ class Folder:
         """Write the manifest; the journal has done its work."""
         write_whole(self.path / MANIFEST, manifest.encode())
         os.unlink(self.path / JOURNAL)
+
+
+def _differing(there: dict, here: dict) -> list[str]:
+    there, here = _flat(there), _flat(json.loads(json.dumps(here)))
+    return [
+        f"{key}: {there.get(key)} there, {here.get(key)} now"
+        for key in sorted(there.keys() | here.keys())
+        if there.get(key) != here.get(key)
+    ]
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

@@ -2,7 +2,7 @@
 
 The folder, in the order in which its files appear:
 
-    options.json      what was asked for; a run with other options refuses the folder
+    options.json      what was asked for; once a section is finished other options refuse the folder
     tokenizer.model   the SentencePiece model (not for bytes)
     train-00000.bin   tokens, raw; and valid-00000.bin from the same section of the corpus
     sections.jsonl    one line per finished section, until the manifest takes its place

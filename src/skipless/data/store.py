@@ -1,5 +1,6 @@
 """Reading a prepared folder: its manifest, and its tokens as one long memory-mapped array."""
 
+import hashlib
 import json
 import logging
 import os
@@ -79,6 +80,12 @@ def read_manifest(folder: Path) -> Manifest:
         raise ValueError(
             f"{path} is damaged or of another version ({error}): prepare the folder again with --force"
         ) from error
+
+
+def fingerprint(folder: str | Path) -> str | None:
+    """A short name for the very tokens of a prepared folder; None where there is no manifest."""
+    path = Path(folder) / MANIFEST
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else None
 
 
 class TokenStore:

@@ -14,11 +14,11 @@ from skipless.train.config import Experiment
 logger = logging.getLogger("skipless")
 
 
-def prepared(corpus: str, vocab: int, valid: str | None = None, root: str | Path = "data") -> Path:
+def prepared(corpus: str, vocab: int, root: str | Path = "data") -> Path:
     """The folder under `root` of a corpus, by name or path, in so many pieces; up to 257 are bytes. Made if need be."""
     folder = Path(root) / f"{Path(corpus).name.split('.')[0]}-{'bytes' if vocab <= 257 else vocab}"
     tokenizer = Bytes() if vocab <= 257 else TrainUnigram(vocab)
-    prepare(Preparation(corpus, tokenizer=tokenizer, valid=valid), folder, progress=Progress())
+    prepare(Preparation(corpus, tokenizer=tokenizer), folder, progress=Progress())
     return folder
 
 
@@ -28,8 +28,10 @@ def with_data(experiment: Experiment, root: str | Path = "data") -> Experiment:
     A vocabulary of at most 257 means bytes. Says so when the scheme's repeat rate is far from the data's.
     """
     data = experiment.data
+    if data.valid is not None:
+        read_manifest(Path(data.valid))  # before an hour of tokenising
     if data.folder is None:
-        folder = prepared(data.corpus, data.vocab or experiment.model.vocab_size, data.valid, root)
+        folder = prepared(data.corpus, data.vocab or experiment.model.vocab_size, root)
         experiment = dataclasses.replace(experiment, data=dataclasses.replace(data, folder=str(folder)))
     measured = read_manifest(Path(experiment.data.folder or "")).splits["train"].repeat_rate
     scheme = experiment.model.scheme

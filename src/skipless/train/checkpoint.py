@@ -29,7 +29,7 @@ from skipless.train.disk import storing
 from skipless.train.manifest import DamagedError, Manifest, verified
 from skipless.train.weights import load_model, load_weights, save_weights
 
-__all__ = ["load_checkpoint", "load_model", "load_weights", "save_checkpoint", "save_weights"]
+__all__ = ["discard_from", "load_checkpoint", "load_model", "load_weights", "save_checkpoint", "save_weights"]
 
 logger = logging.getLogger("skipless")
 _NAME = re.compile(r"step-(\d+)(\.old)?")
@@ -77,6 +77,17 @@ def load_checkpoint(
     path, manifest = found
     state.restore(path, model, optimizer, manifest.optimizer)
     return manifest.step, manifest.extra
+
+
+def discard_from(folder: Path, step: int) -> None:
+    """Delete the checkpoints of `step` and later ones, newest first; all processes must call it."""
+
+    def discard() -> None:
+        for path in reversed(_found(folder)):
+            if int(path.name.removeprefix("step-").removesuffix(".old")) >= step:
+                _discard(path)
+
+    on_main(discard)
 
 
 def _found(folder: Path) -> list[Path]:

@@ -12,13 +12,22 @@ from skipless.model.config import ModelConfig
 from skipless.ops.precision import Precision
 from skipless.train.optim import OptimizerConfig
 
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list",
+    dict: "a mapping",
+}
+
 
 @dataclass(frozen=True)
 class DataConfig:
     """What to train on: a prepared folder, or a corpus that is prepared first (see `skipless prepare`).
 
-    valid is an optional second prepared folder for validation; otherwise the corpus's own held-out split serves.
-    packed keeps attention within documents.
+    valid is an optional second prepared folder, by the same tokenizer, whose held-out split serves for validation
+    instead of the first one's. packed keeps attention within documents.
     """
 
     corpus: str = "stdlib"
@@ -92,11 +101,17 @@ class Experiment:
 
     @classmethod
     def from_json(cls, text: str) -> "Experiment":
-        """The inverse of to_json; unknown fields are errors."""
+        """The inverse of to_json; unknown fields, and values of another type than the field's, are errors."""
         data = json.loads(text)
-        kinds = {"data": DataConfig, "optimizer": OptimizerConfig, "train": TrainConfig}
-        parts = {name: _from_dict(kind, data.get(name, {}), name) for name, kind in kinds.items()}
-        return cls(name=data["name"], model=ModelConfig.from_dict(data.get("model", {})), **parts)
+        if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+            raise ValueError(f'an experiment is a mapping with a name, such as {{"name": "mine"}}, not {text[:40]!r}')
+        plain = _checked_fields(cls, data, "an experiment")
+        try:
+            model = ModelConfig.from_dict(plain.get("model", {}))
+        except TypeError as error:  # of the scheme or activation, which take what their class does
+            raise ValueError(f"model cannot be read: {error}") from error
+        data, optimizer, train = (plain.get(name, {}) for name in ("data", "optimizer", "train"))
+        return cls(plain["name"], model, DataConfig(**data), OptimizerConfig(**optimizer), TrainConfig(**train))
 
     def override(self, *assignments: str) -> "Experiment":
         """A copy with fields set from text: override("train.steps=500", "model.scheme.gamma_final=0.2")."""
@@ -109,14 +124,16 @@ class Experiment:
         return _changed(self, changes, "")
 
 
-def _from_dict(kind: Any, data: dict[str, Any], where: str) -> Any:
+def _checked_fields(kind: Any, data: Any, where: str) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them, each of its type."""
     known = [f.name for f in dataclasses.fields(kind)]
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {data!r}; it must be a mapping of {', '.join(known)}")
     for name in data:
         if name not in known:
             raise ValueError(f"{where} has no field {name!r}; {_nearest(name, known)}")
-    hints = typing.get_type_hints(kind)
-    lists = {name for name, hint in hints.items() if typing.get_origin(hint) is tuple}
-    return kind(**{name: tuple(value) if name in lists else value for name, value in data.items()})
+    hints, prefix = typing.get_type_hints(kind), "" if kind is Experiment else f"{where}."
+    return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
 
 
 def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> Any:
@@ -135,17 +152,17 @@ def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> A
 
 def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], str], name: str) -> Any:
     """A field's new value: as a whole, by its own fields, or by the keys of a mapping."""
-    whole = {(): parse(changes[()], hint, name)} if () in changes else {}
     parts = {path: text for path, text in changes.items() if path}
+    if parts and () in changes and typing.get_origin(hint) is not dict:
+        part = ".".join((name, *next(iter(parts))))
+        raise ValueError(f"--set names {name} as a whole and {part} within it; one of the two would be lost")
+    whole = {(): parse(changes[()], hint, name)} if () in changes else {}
     if typing.get_origin(hint) is dict:
         deeper = next((path for path in parts if len(path) > 1), None)
         if deeper is not None:
             raise ValueError(f"--set {name}.{'.'.join(deeper)}: {name}.{deeper[0]} is a plain value")
         kind = typing.get_args(hint)[1]
         return {**whole.get((), old), **{key: parse(text, kind, f"{name}.{key}") for (key,), text in parts.items()}}
-    if parts and whole:
-        part = ".".join((name, *next(iter(parts))))
-        raise ValueError(f"--set names {name} as a whole and {part} within it; one of the two would be lost")
     if parts and not dataclasses.is_dataclass(old):
         raise ValueError(f"--set {name}: it is a plain value, so nothing lies below it")
     return whole[()] if whole else _changed(old, parts, f"{name}.")
@@ -157,24 +174,24 @@ def parse(text: str, hint: Any, name: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _parse_union(text, args, name)
     if origin is Literal:
-        if text not in args:
-            raise ValueError(f"{name} is {text!r}; it must be one of {', '.join(map(repr, args))}")
-        return text
+        return _choice(text, args, name)
     if origin is tuple:
         parts = (part.strip().strip("\"'") for part in text.strip("()[]").split(","))
         return tuple(parse(part, args[0], name) for part in parts if part)
     if hint is bool:
         if text.lower() not in ("true", "false", "1", "0"):
-            raise ValueError(f"{name} is {text!r}; it must be true or false")
+            raise ValueError(f"{name} is {text!r}; it must be {_KINDS[bool]}")
         return text.lower() in ("true", "1")
     if hint in (int, float):
         try:
             return int(text.replace("_", "")) if hint is int else float(text)
         except ValueError:
-            kind = "a whole number" if hint is int else "a number"
-            raise ValueError(f"{name} is {text!r}; it must be {kind}") from None
+            raise ValueError(f"{name} is {text!r}; it must be {_KINDS[hint]}") from None
     if hint is str:
         return text
+    if dataclasses.is_dataclass(hint):
+        first = dataclasses.fields(hint)[0].name
+        raise ValueError(f"{name} cannot be set from text; set a field below it, such as {name}.{first}=…")
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -196,6 +213,35 @@ def _parse_union(text: str, kinds: tuple, name: str) -> Any:
         except ValueError as error:
             errors.append(str(error))
     raise ValueError(errors[0] if errors else f"{name} cannot be set from text; set a field below it")
+
+
+def check(value: Any, hint: Any, name: str) -> Any:
+    """A value out of JSON for a field's type, its lists as tuples; ValueError where `parse` has one for text."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for kind in args if kind is not type(None)]
+        mixed = len(kinds) > 1  # schemes and activations, which ModelConfig checks
+        return value if mixed or (value is None and type(None) in args) else check(value, kinds[0], name)
+    if origin is Literal:
+        return _choice(value, args, name)
+    if dataclasses.is_dataclass(hint):
+        return _checked_fields(hint, value, name)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(check(part, args[0], name) for part in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: check(part, args[1], f"{name}.{key}") for key, part in value.items()}
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    kind = origin or hint
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, int | float if kind is float else kind):
+        raise ValueError(f"{name} is {value!r}; it must be {_KINDS[kind]}")
+    return value
+
+
+def _choice(value: Any, allowed: tuple, name: str) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+    return value
 
 
 def _nearest(name: str, known: list[str]) -> str:

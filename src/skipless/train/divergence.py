@@ -12,7 +12,7 @@ from skipless.train.optim.twins import gradient_of
 
 
 class Diverged(RuntimeError):
-    """The run has left the numbers: carries the step at which loss or gradient were first not finite."""
+    """The run has left the numbers: carries the step, from 1, at which loss or gradient were first not finite."""
 
     def __init__(self, step: int, text: str):
         self.step = step

@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from skipless.data.tokenizer import MODEL_FILE
-from skipless.train.checkpoint import save_weights
+from skipless.train.checkpoint import discard_from, save_weights
 from skipless.train.config import Experiment
 from skipless.train.distributed import join_world, plain
 from skipless.train.divergence import Diverged, GradientWatch, check_finite, diagonal_warning
@@ -23,7 +23,7 @@ from skipless.train.log import Board, Line
 from skipless.train.optim import warmup_cosine
 from skipless.train.probe import measure
 from skipless.train.run import RunFolder
-from skipless.train.session import Session, open_session
+from skipless.train.session import Session, build, open_session
 from skipless.train.step import TrainStep
 
 logger = logging.getLogger("skipless")
@@ -94,7 +94,7 @@ def _train_to_end(session: Session) -> None:
     with session.loader.batches(progress.step, world.device) as batches, StopRequest() as stop:
         for step in range(progress.step, config.steps):
             pending.append(advance(step, next(batches)))
-            due = (step + 1) % config.log_every == 0 or step + 1 == config.steps or _saves(session, step + 1)
+            due = session.logs(step + 1)
             stopping = _stops(session, stop, due)
             if due or stopping:
                 session.gradient_scale = step_once.gradient_scale
@@ -122,17 +122,12 @@ def _stops(session: Session, stop: StopRequest, due: bool) -> type[BaseException
     return TimeUp if world.any(session.ending.due) else None
 
 
-def _saves(session: Session, step: int) -> bool:
-    every = session.config.checkpoint_every
-    return bool(every) and step % every == 0
-
-
 def _flush(session: Session, step: int, pending: list, watch: GradientWatch, began: float) -> None:
     """Bring the interval's losses and norms to the host at once, judge them, and log one line."""
     config, progress = session.config, session.progress
     losses, norms = torch.stack([torch.stack(pair) for pair in pending]).T.tolist()
     seconds = time.perf_counter() - began  # read here, where the device has done what was asked of it
-    first = step + 1 - len(pending)
+    first = step + 2 - len(pending)  # counted from 1, as the log does
     check_finite(plain(session.model), first, losses, norms, session.gradient_scale)
     for loss in losses:
         progress.smooth(loss, config.ema)
@@ -158,7 +153,7 @@ def _every(session: Session) -> None:
         progress.valid = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
         session.record({"step": progress.step, **{f"valid_{k}": v for k, v in progress.valid.items()}})
         session.display.say(f"step {progress.step}: validation loss {result.loss:.4f}, ppl {result.perplexity:.2f}")
-    if (last and session.ending.weights) or _saves(session, progress.step):
+    if (last and session.ending.weights) or session.saves(progress.step):
         session.checkpoint()
 
 
@@ -194,7 +189,11 @@ def _probe(session: Session) -> None:
 
 
 def _after_divergence(session: Session, error: Diverged) -> None:
-    """Stop with the last good checkpoint named, or go back to it with half the rate."""
+    """Stop with the last good checkpoint named, or go back to it with half the rate.
+
+    Where that ends at the same step again the checkpoint is ruined already: it goes, and the one before it serves, or
+    the start.
+    """
     if session.config.precision == "fp16":
         error = Diverged(error.step, f"{error} float16 ends at 65504: train.precision=bf16 has a wider range.")
     if session.config.on_divergence == "stop":
@@ -204,8 +203,10 @@ def _after_divergence(session: Session, error: Diverged) -> None:
     factor = session.progress.rate_factor / 2
     if factor < 2.0**-6:
         raise error
-    fresh = open_session(session.experiment, session.world, session.run, session.display.quiet)
-    session.model, session.optimizer = fresh.model, fresh.optimizer
+    if session.diverged == (session.saved, error.step):
+        discard_from(session.run.checkpoints, session.saved)
+    session.diverged = (session.saved, error.step)
+    session.model, session.optimizer = build(session.experiment, session.world)
     session.restore()
     session.progress.rate_factor = factor
     logger.warning("%s Goes back to step %d with %g of the rate.", error, session.progress.step, factor)

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +47,35 @@ class MetricsLog:
             if self.path.is_file():
                 self._keep(read_metrics(self.path))  # no line is added to half of one
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError:
+            with suppress(OSError):  # it would be written again, and its second error hide the first
+                self.close()
+            raise
 
     def sync(self) -> None:
         """Flush to the disk: lines outlive the machine."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
-    def rewind(self, step: int | None) -> None:
-        """Keep the lines up to `step`; none for None."""
+    def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
+        """Keep the lines up to `step`, none for None; of losses only those of steps that are `due`."""
         self.close()
+
+        def kept(record: dict[str, Any]) -> bool:
+            extra = due is not None and "loss" in record and not due(record["step"])
+            return step is not None and record["step"] <= step and not extra
+
         if self.path.is_file():
-            records = read_metrics(self.path)
-            self._keep([record for record in records if step is not None and record["step"] <= step])
+            self._keep([record for record in read_metrics(self.path) if kept(record)])
 
     def close(self) -> None:
         """Close the file; the next record opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _keep(self, records: list[dict[str, Any]]) -> None:
         text = "".join(json.dumps(record) + "\n" for record in records).encode()

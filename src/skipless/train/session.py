@@ -43,6 +43,8 @@ class Session:
     """One process's part of a run: everything that lives while it trains.
 
     paces: seconds per step, by interval. gradient_scale: of the gradients that the last step has left behind.
+    saved: step of the newest checkpoint, 0 for none. diverged: such a step and the one after it that diverged, the
+    last time the run went back.
     """
 
     experiment: Experiment
@@ -59,11 +61,22 @@ class Session:
     ending: Ending = field(default_factory=Ending)
     paces: list[float] = field(default_factory=list)
     gradient_scale: float = 1.0
+    saved: int = 0
+    diverged: tuple[int, int] | None = None
 
     @property
     def config(self) -> TrainConfig:
         """The run's schedule."""
         return self.experiment.train
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many updates."""
+        every = self.config.checkpoint_every
+        return bool(every) and step % every == 0
+
+    def logs(self, step: int) -> bool:
+        """Whether a line of the log is due after so many updates."""
+        return step % self.config.log_every == 0 or step == self.config.steps or self.saves(step)
 
     def record(self, values: dict) -> None:
         """One line of metrics.jsonl, and of TensorBoard where it is on."""
@@ -77,12 +90,14 @@ class Session:
         extra = {"ema": self.progress.ema, "rate_factor": self.progress.rate_factor, "valid": self.progress.valid}
         step, keep = self.progress.step, self.config.keep
         save_checkpoint(self.run.checkpoints, step, self.model, self.optimizer, extra, keep=keep)
+        self.saved = step
 
     def restore(self) -> None:
         """Take up the newest good checkpoint, if there is one, and cut the log back to it."""
         found = load_checkpoint(self.run.checkpoints, self.model, self.optimizer)
         self.progress = Progress(found[0], **found[1]) if found else Progress()
-        self.run.rewind(self.progress.step if found else None)
+        self.run.rewind(self.progress.step if found else None, self.logs)
+        self.saved = self.progress.step
         if found:
             self.display.say(f"resumes after step {self.progress.step}")
 
@@ -100,6 +115,18 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
         )
     shape = (config.length, config.batch_size, config.seed, world.rank, world.size)
     loader = TokenLoader(store, *shape, documents=data.packed)
+    _check_share(config, world)
+    valid = _valid_loader(experiment, world, store)
+    model, optimizer = build(experiment, world)
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
+    display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
+    return Session(experiment, world, run, loader, valid, model, optimizer, display, graph=graph)
+
+
+def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model as it starts and its optimiser, on this process's device."""
+    config = experiment.train
     torch.manual_seed(config.seed)
     with world.device:
         model = Transformer(experiment.model, impl=config.impl)
@@ -109,12 +136,19 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
         model.compile_blocks()
     wrapped = distribute(model, world, config.strategy, HALF.get(config.precision))
     # with or without a graph: rates of one kind, so that both compute the same
-    optimizer = build_optimizer(wrapped, experiment.optimizer, capturable=refusal(experiment, world) is None)
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
-    display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
-    valid = _valid_loader(experiment, world)
-    return Session(experiment, world, run, loader, valid, wrapped, optimizer, display, graph=graph)
+    return wrapped, build_optimizer(wrapped, experiment.optimizer, capturable=refusal(experiment, world) is None)
+
+
+def _check_share(config: TrainConfig, world: World) -> None:
+    """Every process must cut its own rows into micro-batches, not only the batch as a whole."""
+    rows, parts = config.batch_size // world.size, config.accumulate
+    if rows % parts:
+        fits = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(n - parts))
+        size = -(-rows // parts) * parts * world.size
+        raise ValueError(
+            f"train.accumulate={parts} does not divide the {rows} rows that each of {world.size} processes has of "
+            f"train.batch_size={config.batch_size}; use --set train.accumulate={fits}, or --set train.batch_size={size}"
+        )
 
 
 def _recompute(block: nn.Module, *arguments) -> Tensor:
@@ -128,14 +162,17 @@ def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
     return 6.0 * matrix_parameters + 6.0 * model.depth * model.width * experiment.train.length
 
 
-def _valid_loader(experiment: Experiment, world: World) -> TokenLoader | None:
+def _valid_loader(experiment: Experiment, world: World, trained: TokenStore) -> TokenLoader | None:
     data, config = experiment.data, experiment.train
     if not config.eval_every:
         return None
-    folder = data.valid or data.folder
     try:
-        store = TokenStore(folder or "", "valid")
+        store = TokenStore(data.valid or trained.folder, "valid")
+        if data.valid is not None:
+            store.check_tokenizer(trained.tokenizer)
         return TokenLoader(store, config.length, config.batch_size, 0, world.rank, world.size, documents=data.packed)
     except ValueError as error:
+        if data.valid is not None:
+            raise ValueError(f"data.valid={data.valid} cannot serve for validation: {error}") from error
         logger.warning("no validation during training: %s", error)
         return None

@@ -1,7 +1,6 @@
 """The text that runs are trained on, as far as their results depend on it."""
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from skipless.data.hub import DATASETS
-from skipless.data.store import MANIFEST, TokenStore
+from skipless.data.store import MANIFEST, TokenStore, fingerprint
 from skipless.recipes.data import prepared
 
 
@@ -46,7 +45,7 @@ class Text:
             repeat_rate=round(store.repeat_rate or 0.0, 3),
             unigram=round(float(-(shares * np.log(shares)).sum()), 4),
             tokens=len(store),
-            fingerprint=hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:12],
+            fingerprint=fingerprint(folder) or "",
             folder=str(folder),
         )
 
