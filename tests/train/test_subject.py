@@ -1,9 +1,12 @@
+import copy
 import json
+import shutil
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from skipless.cli import generate
 from skipless.cli.app import app
 from skipless.data.loader import TokenLoader
 from skipless.data.prepare import Preparation, prepare
@@ -82,12 +85,33 @@ def test_what_a_folder_lacks_is_said(run, tmp_path, model):
         load_subject(run)
     assert load_subject(run, "bytes").validation is None
     (run / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no weights yet"):
+    with pytest.raises(ValueError, match="holds no weights, neither"):
         load_subject(run, "bytes")
     save_checkpoint(run / "checkpoints", 7, model, None, {}, keep=1)
     subject = load_subject(run, "bytes")
     assert subject.origin.endswith("step 7")
     assert torch.equal(subject.model.embedding.weight, model.embedding.weight)
+
+
+def test_an_export_never_stands_in_for_newer_weights(run, model):
+    (run / "model.safetensors").unlink()
+    save_checkpoint(run / "checkpoints", 31, model, None, {}, keep=2)
+    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
+    newer = copy.deepcopy(model)
+    with torch.no_grad():
+        newer.embedding.weight.add_(1.0)
+    save_checkpoint(run / "checkpoints", 101, newer, None, {}, keep=2)
+    subject = load_subject(run)
+    assert subject.origin.endswith("step 101")
+    assert torch.equal(subject.model.embedding.weight, newer.embedding.weight)
+    assert torch.equal(generate.load(run, "cpu")[0].model.embedding.weight, newer.embedding.weight)
+    weights = run / "export" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
+    assert torch.equal(load_subject(run / "export").model.embedding.weight, newer.embedding.weight)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ValueError, match=r"or name its export, .*export$"):
+        load_subject(run)
 
 
 def test_a_run_s_own_tokenizer_file_is_found(run, shared_data):

@@ -7,7 +7,7 @@ import typer
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A finished run's folder.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder; its newest weights are taken.")],
     out: Annotated[Path | None, typer.Option(help="Where to. Default: RUN/export.")] = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""

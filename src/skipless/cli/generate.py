@@ -1,4 +1,4 @@
-"""`skipless generate`: text from a saved model, as it comes."""
+"""`skipless generate`: text from a run or a saved model, as it comes."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ _CONTEXT = 6  # tokens decoded again with each new one, since a piece's text dep
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="A folder written by save_pretrained, or a run folder with export/.")],
+    folder: Annotated[Path, typer.Argument(help="A run folder, or one written by save_pretrained.")],
     prompt: Annotated[str | None, typer.Option(help="Text to continue; without it, standard input.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 200,
     temperature: Annotated[
@@ -42,21 +42,38 @@ def command(
 
 
 def load(folder: Path, device: str | None = None) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
-    """The model, ready to run, and its tokenizer."""
+    """The model, ready to run, and its tokenizer. A run's weights are its newest, whatever was exported before."""
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from skipless.hf import SkiplessForCausalLM
+    from skipless.train.run import EXPERIMENT
 
     logging.disable_progress_bar()
-    home = folder if (folder / "config.json").is_file() else folder / "export"
+    model, tokenizer = _trained(folder) if (folder / EXPERIMENT).is_file() else _saved(folder)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+
+
+def _trained(run: Path) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
+    from skipless.train.pretrained import as_pretrained
+    from skipless.train.subject import load_subject
+
+    subject = load_subject(run)
+    return as_pretrained(subject.model, subject.tokenizer)
+
+
+def _saved(folder: Path) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
+    from transformers import AutoTokenizer
+
+    from skipless.train.pretrained import read_pretrained
+
     for name in ("config.json", "tokenizer.json"):
-        if not (home / name).is_file():
-            raise ValueError(f"{folder} holds no {name}; give a folder written by save_pretrained, with its tokenizer")
-    tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(str(home), local_files_only=True))
-    model = SkiplessForCausalLM.from_pretrained(str(home), local_files_only=True)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder} is no run and holds no {name}; give a run, or a folder that `skipless export RUN` or "
+                "save_pretrained wrote, with its tokenizer"
+            )
+    tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+    return read_pretrained(folder), tokenizer
 
 
 def text_of(tokenizer: "PreTrainedTokenizerBase", prompt: list[int], new: Iterable[int]) -> Iterator[str]:

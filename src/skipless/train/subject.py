@@ -14,6 +14,7 @@ from skipless.data.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer
 from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import load_checkpoint, load_model
 from skipless.train.config import Experiment
+from skipless.train.pretrained import read_pretrained
 from skipless.train.run import CHECKPOINTS, EXPERIMENT, EXPORT, read_experiment
 
 WEIGHTS = "model.safetensors"
@@ -125,16 +126,14 @@ def _run(path: Path, tokenizer: Tokenizer | None) -> Subject:
 
 
 def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
-    """The exported weights, or those of the newest checkpoint while there is no export."""
-    for place in (path, path / EXPORT):
-        if (place / "config.json").is_file():
-            return _pretrained(place), str(place)
-        if (place / WEIGHTS).is_file():
-            return load_model(place / WEIGHTS), str(place / WEIGHTS)
+    """The weights of a finished run, or those of the newest checkpoint. Never an export, which may be older."""
+    if (path / WEIGHTS).is_file():
+        return load_model(path / WEIGHTS), str(path / WEIGHTS)
     model = Transformer(experiment.model)
     found = load_checkpoint(path / CHECKPOINTS, model)
     if found is None:
-        raise ValueError(f"{path} holds no weights yet, neither {EXPORT}/{WEIGHTS} nor a checkpoint: train it first")
+        other = f", or name its export, {path / EXPORT}" if (path / EXPORT / "config.json").is_file() else ""
+        raise ValueError(f"{path} holds no weights, neither {WEIGHTS} nor a checkpoint: train it first{other}")
     return model.eval(), f"{path / CHECKPOINTS}, step {found[0]}"
 
 
@@ -143,13 +142,7 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> Subject:
         raise ValueError(
             f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
         )
-    return Subject(_pretrained(path), tokenizer or find_tokenizer(path), str(path))
-
-
-def _pretrained(folder: Path) -> Transformer:
-    from skipless.hf import SkiplessForCausalLM
-
-    return SkiplessForCausalLM.from_pretrained(str(folder), local_files_only=True).model.eval()
+    return Subject(read_pretrained(path).model, tokenizer or find_tokenizer(path), str(path))
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -1,0 +1,41 @@
+"""Models and tokenizers in transformers' form: read from a folder, or made of ours."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipless.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from skipless.hf import SkiplessForCausalLM
+    from skipless.model.transformer import Transformer
+
+
+def read_pretrained(folder: str | Path) -> "SkiplessForCausalLM":
+    """What save_pretrained wrote, from the disk alone, on the CPU and in evaluation mode."""
+    from skipless.hf import SkiplessForCausalLM
+
+    return SkiplessForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
+
+
+def as_pretrained(model: "Transformer", tokenizer: Tokenizer) -> "tuple[SkiplessForCausalLM, Any]":
+    """A model of ours, whose parameters are shared, and its tokenizer as transformers knows them."""
+    from skipless.hf import SkiplessForCausalLM
+
+    fast = fast_tokenizer(tokenizer)
+    return SkiplessForCausalLM.from_native(model, fast), fast
+
+
+def fast_tokenizer(tokenizer: Tokenizer) -> Any:
+    """The fast tokenizer with the same ids."""
+    from skipless.hf import byte_tokenizer, sentencepiece_tokenizer
+
+    inner = getattr(tokenizer, "inner", None)
+    if inner is not None:
+        return inner
+    if tokenizer.model is None:
+        return byte_tokenizer()
+    with tempfile.NamedTemporaryFile(suffix=".model") as file:
+        file.write(tokenizer.model)
+        file.flush()
+        return sentencepiece_tokenizer(file.name)
