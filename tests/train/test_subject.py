@@ -114,6 +114,23 @@ def test_an_export_never_stands_in_for_newer_weights(run, model):
         load_subject(run)
 
 
+def test_text_ends_where_a_document_does(run, model):
+    from transformers import AutoModelForCausalLM
+
+    ending = copy.deepcopy(model)
+    prompt = torch.tensor([list(b"Once")])
+    with torch.no_grad():
+        ending.embedding.weight[0xFF] = 100.0 * ending.hidden(prompt)[0, -1]  # the end is what follows the prompt
+    save_weights(ending, run / "model.safetensors")
+    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
+    loaded = AutoModelForCausalLM.from_pretrained(run / "export")
+    assert (loaded.config.eos_token_id, loaded.generation_config.eos_token_id) == (0xFF, 0xFF)
+    assert loaded.generate(prompt, max_new_tokens=9, do_sample=False)[0].tolist() == [*b"Once", 0xFF]
+    for place in (run, run / "export"):
+        result = CliRunner().invoke(app, ["generate", str(place), "--prompt", "Once", "--temperature", "0"])
+        assert result.stdout == "Once\n", result.output
+
+
 def test_a_run_s_own_tokenizer_file_is_found(run, shared_data):
     model_file = (shared_data / "tokenizer" / "wiki32k.model").read_bytes()
     (run / "tokenizer.model").write_bytes(model_file)

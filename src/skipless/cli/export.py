@@ -11,17 +11,14 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Where to. Default: RUN/export.")] = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
-    from skipless.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
-    from skipless.hf import SkiplessForCausalLM, byte_tokenizer, export_tokenizer
+    from skipless.data.tokenizer import MODEL_FILE
+    from skipless.train.pretrained import as_pretrained
     from skipless.train.subject import load_subject
 
     subject = load_subject(run)
     folder = out or run / "export"
-    SkiplessForCausalLM.from_native(subject.model).save_pretrained(folder)
-    if isinstance(subject.tokenizer, ByteTokenizer):
-        byte_tokenizer().save_pretrained(folder)
-    elif isinstance(subject.tokenizer, SentencePieceTokenizer) and subject.tokenizer.model is not None:
-        model_file = folder / "tokenizer.model"
-        model_file.write_bytes(subject.tokenizer.model)
-        export_tokenizer(model_file, folder)
+    for part in as_pretrained(subject.model, subject.tokenizer):
+        part.save_pretrained(folder)
+    if subject.tokenizer.model is not None:
+        (folder / MODEL_FILE).write_bytes(subject.tokenizer.model)
     print(f"{folder}: load it with AutoModelForCausalLM.from_pretrained after `import skipless.hf`")

@@ -36,8 +36,9 @@ def command(
     text = prompt if prompt is not None else _standard_input()
     model, tokenizer = load(folder, device)
     tokens = _encode(tokenizer, text, model)
-    new = stream(model.model, tokens, max_new_tokens, sampling=sampling, seed=seed, stop=_stop(model))
-    pieces = text_of(tokenizer, tokens[0].tolist(), (int(token[0]) for token in new))
+    stop = _stop(model)
+    new = stream(model.model, tokens, max_new_tokens, sampling=sampling, seed=seed, stop=stop)
+    pieces = text_of(tokenizer, tokens[0].tolist(), (int(token[0]) for token in new if int(token[0]) not in stop))
     _write(pieces, text if echo else "")
 
 

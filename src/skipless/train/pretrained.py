@@ -19,11 +19,18 @@ def read_pretrained(folder: str | Path) -> "SkiplessForCausalLM":
 
 
 def as_pretrained(model: "Transformer", tokenizer: Tokenizer) -> "tuple[SkiplessForCausalLM, Any]":
-    """A model of ours, whose parameters are shared, and its tokenizer as transformers knows them."""
+    """A model of ours, whose parameters are shared, and its tokenizer as transformers knows them.
+
+    Text ends at the tokenizer's end-of-document token, also at that of bytes, which is no special one in transformers.
+    """
     from skipless.hf import SkiplessForCausalLM
 
     fast = fast_tokenizer(tokenizer)
-    return SkiplessForCausalLM.from_native(model, fast), fast
+    wrapper = SkiplessForCausalLM.from_native(model, fast)
+    wrapper.config.eos_token_id = tokenizer.end
+    assert wrapper.generation_config is not None
+    wrapper.generation_config.eos_token_id = tokenizer.end
+    return wrapper, fast
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> Any:
