@@ -18,6 +18,7 @@ from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import save_checkpoint
 from skipless.train.config import DataConfig, Experiment, TrainConfig
 from skipless.train.evaluate import Windowing, evaluate_loss, evaluate_text
+from skipless.train.run import read_experiment
 from skipless.train.subject import find_tokenizer, load_subject
 from skipless.train.weights import save_weights
 
@@ -41,7 +42,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, model, folder):
     """A run folder as `skipless train` leaves it."""
-    experiment = Experiment("tiny", model.config, DataConfig(folder=str(folder)), train=TrainConfig(steps=9, warmup=1))
+    train = TrainConfig(steps=9, warmup=1, length=16)
+    experiment = Experiment("tiny", model.config, DataConfig(folder=str(folder)), train=train)
     (tmp_path / "experiment.json").write_text(experiment.to_json())
     save_weights(model, tmp_path / "model.safetensors")
     return tmp_path
@@ -55,6 +57,28 @@ def test_the_command_prints_a_run_s_validation_loss(run, model, folder):
     record = json.loads((run / "out" / "eval.json").read_text())
     assert record["texts"][str(folder)]["loss"] == pytest.approx(expected.loss, rel=1e-6)
     assert record["weights"].endswith("model.safetensors")
+
+
+def test_a_run_is_evaluated_as_it_validated(run, model, folder):
+    experiment = read_experiment(run).override("train.length=12", "data.packed=true")
+    (run / "experiment.json").write_text(experiment.to_json())
+    result = CliRunner().invoke(app, ["eval", str(run), "--device", "cpu", "--json", "-"])
+    (values,) = json.loads(result.stdout)["texts"].values()
+    joined, packed = (
+        evaluate_loss(model, TokenLoader(TokenStore(folder, "valid"), 12, 8, documents=own)).loss
+        for own in (False, True)
+    )
+    assert values["loss"] == pytest.approx(packed, rel=1e-6) != pytest.approx(joined, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [(["--length", "0"], "--length is 0; it must be at least 1"), (["--tasks-folder", "."], "add --tasks all")],
+)
+def test_options_that_would_be_ignored_are_refused(run, options, complaint):
+    result = CliRunner().invoke(app, ["eval", str(run), "--device", "cpu", *options])
+    assert isinstance(result.exception, ValueError)
+    assert complaint in str(result.exception)
 
 
 def test_the_command_reads_any_text_and_writes_json(run, tmp_path):

@@ -33,9 +33,10 @@ class Precision(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to evaluate, whatever is evaluated."""
+    """How to evaluate, whatever is evaluated. packed: attention within the documents of prepared data."""
 
     length: int
+    packed: bool
     stride: int | None
     separate: bool
     max_tokens: int | None
@@ -92,21 +93,28 @@ def command(
 
     With neither --corpus nor --tasks: on the validation text of the data the run was trained on.
     """
-    from skipless.cli.output import check_target
-
-    if json_file is not None and str(json_file) != "-":
-        check_target(json_file)
+    _check(length, tasks, tasks_folder, json_file)
     subject, place = _load(model, tokenizer, device)
     typer.echo(f"weights: {subject.origin}", err=True)
-    options = Options(
-        length or subject.model.config.length, stride, separate, max_tokens, limit, place, precision, download
-    )
+    seen = subject.length if length is None else length
+    options = Options(seen, subject.packed, stride, separate, max_tokens, limit, place, precision, download)
     texts = {} if tasks and corpus is None else _texts(subject, corpus, options)
     scores = _tasks(subject, tasks, tasks_folder, backend, options) if tasks else {}
     if str(json_file) != "-":
         _print(texts, scores)
     if json_file is not None:
         _write(json_file, _record(subject.origin, options, texts, scores, backend))
+
+
+def _check(length: int | None, tasks: str | None, tasks_folder: Path | None, json_file: Path | None) -> None:
+    from skipless.cli.output import check_target
+
+    if length is not None and length < 1:
+        raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
+    if tasks_folder is not None and not tasks:
+        raise ValueError(f"--tasks-folder is {tasks_folder}, and no task is asked for; add --tasks all, or name some")
+    if json_file is not None and str(json_file) != "-":
+        check_target(json_file)
 
 
 def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[Subject, str]":
@@ -158,7 +166,8 @@ def _prepared(subject: "Subject", folder: Path, options: Options) -> "EvalResult
         )
     store = TokenStore(folder, "valid")
     store.check_tokenizer(subject.tokenizer)
-    loader = TokenLoader(store, options.length, max(1, BATCH_TOKENS // options.length))
+    size = max(1, BATCH_TOKENS // options.length)
+    loader = TokenLoader(store, options.length, size, documents=options.packed)
     return evaluate_loss(subject.model, loader, max_tokens=options.max_tokens, precision=options.precision)
 
 

@@ -23,11 +23,16 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """origin says which weights these are; validation is the prepared folder that a run validates on."""
+    """origin says which weights these are; validation is the prepared folder that a run validates on.
+
+    length and packed are how a run trained and validated; a saved model knows its length only.
+    """
 
     model: Transformer
     tokenizer: Tokenizer
     origin: str
+    length: int
+    packed: bool = False
     validation: Path | None = None
 
 
@@ -122,7 +127,8 @@ def _run(path: Path, tokenizer: Tokenizer | None) -> Subject:
         tokenizer = find_tokenizer(places[0])
     valid = Path(experiment.data.valid or named or "")
     model, origin = _run_model(path, experiment)
-    return Subject(model, tokenizer, origin, valid if (valid / MANIFEST).is_file() else None)
+    how = (experiment.train.length, experiment.data.packed)
+    return Subject(model, tokenizer, origin, *how, valid if (valid / MANIFEST).is_file() else None)
 
 
 def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
@@ -142,7 +148,8 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> Subject:
         raise ValueError(
             f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
         )
-    return Subject(read_pretrained(path).model, tokenizer or find_tokenizer(path), str(path))
+    model = read_pretrained(path).model
+    return Subject(model, tokenizer or find_tokenizer(path), str(path), model.config.length)
 
 
 def _has_tokenizer(folder: Path) -> bool:

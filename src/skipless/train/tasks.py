@@ -221,7 +221,7 @@ def score_tasks(
     `done` hears of each result as it comes.
     """
     check_vocabulary(model, tokenizer)
-    length = length or config_of(model).length
+    length = config_of(model).length if length is None else length
     results = {}
     for name, each in asked.items():
         rows = [pair_row(tokenizer, *pair, length) for question in each for pair in question.pairs]
