@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from skipless.train.evaluate import EvalResult
     from skipless.train.subject import Subject
-    from skipless.train.tasks import TaskResult
+    from skipless.train.tasks import Question, TaskResult
 
 
 class Backend(StrEnum):
@@ -174,24 +174,27 @@ def _prepared(subject: "Subject", folder: Path, options: Options) -> "EvalResult
 def _tasks(
     subject: "Subject", names: str, folder: Path | None, backend: Backend, options: Options
 ) -> "dict[str, TaskResult]":
-    from skipless.train.tasks import hub_records, local_records, questions, score_tasks, task_names
+    from skipless.train.tasks import score_tasks, task_names
 
     chosen = task_names(names)
-    records = {
-        name: hub_records(name, options.download) if folder is None else local_records(name, folder) for name in chosen
-    }
+    asked = {name: _asked(name, folder, options) for name in chosen}  # what is wrong is said before anything is scored
     if backend is Backend.LM_EVAL:
         from skipless.train.lm_eval_bridge import run_lm_eval
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
-        for each in records.values():
-            next(each, None)  # what is missing is said before lm-eval is loaded
         return run_lm_eval(subject.model, subject.tokenizer, chosen, folder, limit=options.limit, length=options.length)
-    asked = {name: questions(name, records[name], options.limit) for name in chosen}
     return score_tasks(
         subject.model, subject.tokenizer, asked, length=options.length, precision=options.precision, done=_say
     )
+
+
+def _asked(name: str, folder: Path | None, options: Options) -> "list[Question]":
+    from skipless.train.tasks import hub_records, local_records, questions, task_file
+
+    if folder is None:
+        return questions(name, hub_records(name, options.download), options.limit)
+    return questions(name, local_records(name, folder), options.limit, task_file(name, folder))
 
 
 def _say(result: "TaskResult") -> None:
