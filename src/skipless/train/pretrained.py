@@ -13,9 +13,17 @@ if TYPE_CHECKING:
 
 def read_pretrained(folder: str | Path) -> "SkiplessForCausalLM":
     """What save_pretrained wrote, from the disk alone, on the CPU and in evaluation mode."""
+    from safetensors import SafetensorError
+
     from skipless.hf import SkiplessForCausalLM
 
-    return SkiplessForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
+    try:
+        return SkiplessForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights in {folder} (*.safetensors) are damaged or cut short ({error}): write them again, for a run "
+            "with `skipless export RUN`"
+        ) from error
 
 
 def as_pretrained(model: "Transformer", tokenizer: Tokenizer) -> "tuple[SkiplessForCausalLM, Any]":
