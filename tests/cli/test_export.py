@@ -1,5 +1,6 @@
 """`skipless export`: a folder that is whole, or as it was."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_a_place_that_cannot_hold_an_export_is_refused(run, tmp_path):
     before = (run / "model.safetensors").read_bytes()
     assert f"give --out {run / 'export'}" in str(export(run, "--out", run).exception)
     assert (run / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_of_bytes_needs_its_data_no_more(run, tmp_path):
+    for file in run.glob("tokenizer*"):
+        file.unlink()
+    assert "or write --tokenizer bytes" in str(export(run).exception)
+    words = ["generate", str(run), "--prompt", "a", "--max-new-tokens", "2", "--tokenizer", "bytes"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert export(run, "--tokenizer", "bytes").exit_code == 0
+    shutil.rmtree(run / "export")
+    (run / "finished.json").write_text("{}")
+    assert export(run, "--out", tmp_path / "out").exit_code == 0
+    assert load_subject(tmp_path / "out").tokenizer.end == 0xFF
 
 
 def test_an_export_that_fails_changes_nothing(run, monkeypatch):

@@ -12,6 +12,9 @@ import typer
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder; its newest weights are taken.")],
     out: Annotated[Path | None, typer.Option(help="Where to. Default: RUN/export.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A .model file, prepared folder or 'bytes'; by default the run's own.")
+    ] = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
     from skipless.data.tokenizer import MODEL_FILE
@@ -20,7 +23,7 @@ def command(
 
     folder = out or run / "export"
     _check(folder)
-    subject = load_subject(run)
+    subject = load_subject(run, tokenizer)
     with _aside(folder) as place:
         for part in as_pretrained(subject.model, subject.tokenizer):
             part.save_pretrained(place)

@@ -27,6 +27,9 @@ def command(
     top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that sum to p.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the text repeatable.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; by default a GPU where there is one.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A .model file, prepared folder or 'bytes'; by default the model's own.")
+    ] = None,
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
 ) -> None:
     """Continue a prompt, writing the text as it comes. Ctrl-C ends it."""
@@ -34,15 +37,17 @@ def command(
 
     sampling = Sampling(temperature, top_k, top_p)
     text = prompt if prompt is not None else _standard_input()
-    model, tokenizer = load(folder, device)
-    tokens = _encode(tokenizer, text, model)
+    model, words = load(folder, device, tokenizer)
+    tokens = _encode(words, text, model)
     stop = _stop(model)
     new = stream(model.model, tokens, max_new_tokens, sampling=sampling, seed=seed, stop=stop)
-    pieces = text_of(tokenizer, tokens[0].tolist(), (int(token[0]) for token in new if int(token[0]) not in stop))
+    pieces = text_of(words, tokens[0].tolist(), (int(token[0]) for token in new if int(token[0]) not in stop))
     _write(pieces, text if echo else "")
 
 
-def load(folder: Path, device: str | None = None) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
+def load(
+    folder: Path, device: str | None = None, tokenizer: str | None = None
+) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
     """The model, ready to run, and its tokenizer. A run's weights are its newest, whatever was exported before."""
     import torch
     from transformers.utils import logging
@@ -50,15 +55,16 @@ def load(folder: Path, device: str | None = None) -> "tuple[SkiplessForCausalLM,
     from skipless.train.run import EXPERIMENT
 
     logging.disable_progress_bar()
-    model, tokenizer = _trained(folder) if (folder / EXPERIMENT).is_file() else _saved(folder)
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+    own = tokenizer is None and not (folder / EXPERIMENT).is_file()
+    model, words = _saved(folder) if own else _subject(folder, tokenizer)
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), words
 
 
-def _trained(run: Path) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
+def _subject(folder: Path, tokenizer: str | None) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
     from skipless.train.pretrained import as_pretrained
     from skipless.train.subject import load_subject
 
-    subject = load_subject(run)
+    subject = load_subject(folder, tokenizer)
     return as_pretrained(subject.model, subject.tokenizer)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
-from skipless.data.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer
+from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import load_checkpoint, load_model
 from skipless.train.config import Experiment
 from skipless.train.pretrained import read_pretrained
-from skipless.train.run import CHECKPOINTS, EXPERIMENT, EXPORT, read_experiment
+from skipless.train.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, read_experiment
 
 WEIGHTS = "model.safetensors"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -117,18 +117,23 @@ def _run(path: Path, tokenizer: Tokenizer | None) -> Subject:
     experiment = read_experiment(path)
     named = experiment.data.folder
     data = Path(named) if named is not None and (Path(named) / MANIFEST).is_file() else None
-    if tokenizer is None:
-        places = [place for place in (path, data, path / EXPORT) if place is not None and _has_tokenizer(place)]
-        if not places:
-            raise ValueError(
-                f"the tokenizer of {path} is not found: its data folder is {named!r} (working folder {Path.cwd()}); "
-                "name the prepared folder or the .model file with --tokenizer"
-            )
-        tokenizer = find_tokenizer(places[0])
+    tokenizer = tokenizer or _run_tokenizer(path, data, experiment)
     valid = Path(experiment.data.valid or named or "")
     model, origin = _run_model(path, experiment)
     how = (experiment.train.length, experiment.data.packed)
     return Subject(model, tokenizer, origin, *how, valid if (valid / MANIFEST).is_file() else None)
+
+
+def _run_tokenizer(path: Path, data: Path | None, experiment: Experiment) -> Tokenizer:
+    places = [place for place in (path, data, path / EXPORT) if place is not None and _has_tokenizer(place)]
+    if places:
+        return find_tokenizer(places[0])
+    if (path / FINISHED).is_file() and experiment.model.vocab_size in (256, 257):
+        return ByteTokenizer()  # any other kind of tokenizer lies in the folder of a finished run
+    raise ValueError(
+        f"the tokenizer of {path} is not found: its data folder is {experiment.data.folder!r} (working folder "
+        f"{Path.cwd()}); name the prepared folder or the .model file with --tokenizer, or write --tokenizer bytes"
+    )
 
 
 def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
