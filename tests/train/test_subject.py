@@ -17,6 +17,7 @@ from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import save_checkpoint
 from skipless.train.config import DataConfig, Experiment, TrainConfig
+from skipless.train.distributed import join_world
 from skipless.train.evaluate import Windowing, evaluate_loss, evaluate_text
 from skipless.train.run import read_experiment
 from skipless.train.subject import find_tokenizer, load_subject
@@ -136,6 +137,18 @@ def test_an_export_never_stands_in_for_newer_weights(run, model):
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(ValueError, match=r"or name its export, .*export$"):
         load_subject(run)
+
+
+@pytest.mark.parametrize(
+    ("device", "complaint"), [("cuda:99", "but torch sees"), ("foo", "does not know"), ("meta", "cannot compute here")]
+)
+def test_a_device_that_is_not_there_is_refused(run, device, complaint):
+    for words in (["eval"], ["generate", "--prompt", "a"]):
+        result = CliRunner().invoke(app, [*words, str(run), "--device", device])
+        assert isinstance(result.exception, ValueError)
+        assert complaint in str(result.exception)
+    with pytest.raises(ValueError, match=complaint), join_world(device):
+        pass
 
 
 def test_text_ends_where_a_document_does(run, model):

@@ -118,18 +118,16 @@ def _check(length: int | None, tasks: str | None, tasks_folder: Path | None, jso
 
 
 def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[Subject, str]":
-    import torch
     from transformers.utils import logging
 
+    from skipless.train.device import find_device
     from skipless.train.subject import load_subject
 
     logging.disable_progress_bar()
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if place.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but torch sees no GPU; use --device cpu")
+    place = find_device(device)
     subject = load_subject(path, tokenizer)
     subject.model.to(place)
-    return subject, place
+    return subject, str(place)
 
 
 def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[str, EvalResult]":

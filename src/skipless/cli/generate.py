@@ -49,15 +49,16 @@ def load(
     folder: Path, device: str | None = None, tokenizer: str | None = None
 ) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
     """The model, ready to run, and its tokenizer. A run's weights are its newest, whatever was exported before."""
-    import torch
     from transformers.utils import logging
 
+    from skipless.train.device import find_device
     from skipless.train.run import EXPERIMENT
 
     logging.disable_progress_bar()
+    place = find_device(device)
     own = tokenizer is None and not (folder / EXPERIMENT).is_file()
     model, words = _saved(folder) if own else _subject(folder, tokenizer)
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), words
+    return model.to(place), words
 
 
 def _subject(folder: Path, tokenizer: str | None) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
