@@ -84,5 +84,5 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    with pytest.raises(ValueError, match=r"holds no config\.json; give a run, or a folder that `skipless export RUN`"):
         cli.load(tmp_path)

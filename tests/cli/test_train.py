@@ -6,6 +6,9 @@ import sys
 import time
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from skipless.cli.app import app
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.training import Bytes
 
@@ -32,3 +35,10 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     assert complaint.splitlines()[-1].startswith("skipless: stopped after step")
     assert "--resume" in complaint.splitlines()[-1]
     assert "Traceback" not in complaint
+
+
+def test_a_corpus_of_the_hub_is_to_be_prepared_first() -> None:
+    result = CliRunner().invoke(app, ["train", "wikitext103/e-spa"])
+    folder = Path("data") / "wikitext-103-32000"
+    prepare = f"`skipless prepare wikitext-103 --download --vocab 32000 --out {folder}`, then --data {folder}"
+    assert prepare in str(result.exception)

@@ -112,5 +112,5 @@ def test_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'skipless\[data\]'"):
         list(open_corpus("c4", download=True))
-    with pytest.raises(ValueError, match="add --download"):
+    with pytest.raises(ValueError, match="add --download to `skipless prepare c4`"):
         open_corpus("c4")

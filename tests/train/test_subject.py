@@ -1,9 +1,12 @@
+import copy
 import json
+import shutil
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from skipless.cli import generate
 from skipless.cli.app import app
 from skipless.data.loader import TokenLoader
 from skipless.data.prepare import Preparation, prepare
@@ -14,7 +17,9 @@ from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import save_checkpoint
 from skipless.train.config import DataConfig, Experiment, TrainConfig
+from skipless.train.distributed import join_world
 from skipless.train.evaluate import Windowing, evaluate_loss, evaluate_text
+from skipless.train.run import read_experiment
 from skipless.train.subject import find_tokenizer, load_subject
 from skipless.train.weights import save_weights
 
@@ -38,7 +43,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path, model, folder):
     """A run folder as `skipless train` leaves it."""
-    experiment = Experiment("tiny", model.config, DataConfig(folder=str(folder)), train=TrainConfig(steps=9, warmup=1))
+    train = TrainConfig(steps=9, warmup=1, length=16)
+    experiment = Experiment("tiny", model.config, DataConfig(folder=str(folder)), train=train)
     (tmp_path / "experiment.json").write_text(experiment.to_json())
     save_weights(model, tmp_path / "model.safetensors")
     return tmp_path
@@ -52,6 +58,28 @@ def test_the_command_prints_a_run_s_validation_loss(run, model, folder):
     record = json.loads((run / "out" / "eval.json").read_text())
     assert record["texts"][str(folder)]["loss"] == pytest.approx(expected.loss, rel=1e-6)
     assert record["weights"].endswith("model.safetensors")
+
+
+def test_a_run_is_evaluated_as_it_validated(run, model, folder):
+    experiment = read_experiment(run).override("train.length=12", "data.packed=true")
+    (run / "experiment.json").write_text(experiment.to_json())
+    result = CliRunner().invoke(app, ["eval", str(run), "--device", "cpu", "--json", "-"])
+    (values,) = json.loads(result.stdout)["texts"].values()
+    joined, packed = (
+        evaluate_loss(model, TokenLoader(TokenStore(folder, "valid"), 12, 8, documents=own)).loss
+        for own in (False, True)
+    )
+    assert values["loss"] == pytest.approx(packed, rel=1e-6) != pytest.approx(joined, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [(["--length", "0"], "--length is 0; it must be at least 1"), (["--tasks-folder", "."], "add --tasks all")],
+)
+def test_options_that_would_be_ignored_are_refused(run, options, complaint):
+    result = CliRunner().invoke(app, ["eval", str(run), "--device", "cpu", *options])
+    assert isinstance(result.exception, ValueError)
+    assert complaint in str(result.exception)
 
 
 def test_the_command_reads_any_text_and_writes_json(run, tmp_path):
@@ -82,12 +110,62 @@ def test_what_a_folder_lacks_is_said(run, tmp_path, model):
         load_subject(run)
     assert load_subject(run, "bytes").validation is None
     (run / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no weights yet"):
+    with pytest.raises(ValueError, match="holds no weights, neither"):
         load_subject(run, "bytes")
     save_checkpoint(run / "checkpoints", 7, model, None, {}, keep=1)
     subject = load_subject(run, "bytes")
     assert subject.origin.endswith("step 7")
     assert torch.equal(subject.model.embedding.weight, model.embedding.weight)
+
+
+def test_an_export_never_stands_in_for_newer_weights(run, model):
+    (run / "model.safetensors").unlink()
+    save_checkpoint(run / "checkpoints", 31, model, None, {}, keep=2)
+    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
+    newer = copy.deepcopy(model)
+    with torch.no_grad():
+        newer.embedding.weight.add_(1.0)
+    save_checkpoint(run / "checkpoints", 101, newer, None, {}, keep=2)
+    subject = load_subject(run)
+    assert subject.origin.endswith("step 101")
+    assert torch.equal(subject.model.embedding.weight, newer.embedding.weight)
+    assert torch.equal(generate.load(run, "cpu")[0].model.embedding.weight, newer.embedding.weight)
+    weights = run / "export" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
+    assert torch.equal(load_subject(run / "export").model.embedding.weight, newer.embedding.weight)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ValueError, match=r"or name its export, .*export$"):
+        load_subject(run)
+
+
+@pytest.mark.parametrize(
+    ("device", "complaint"), [("cuda:99", "but torch sees"), ("foo", "does not know"), ("meta", "cannot compute here")]
+)
+def test_a_device_that_is_not_there_is_refused(run, device, complaint):
+    for words in (["eval"], ["generate", "--prompt", "a"]):
+        result = CliRunner().invoke(app, [*words, str(run), "--device", device])
+        assert isinstance(result.exception, ValueError)
+        assert complaint in str(result.exception)
+    with pytest.raises(ValueError, match=complaint), join_world(device):
+        pass
+
+
+def test_text_ends_where_a_document_does(run, model):
+    from transformers import AutoModelForCausalLM
+
+    ending = copy.deepcopy(model)
+    prompt = torch.tensor([list(b"Once")])
+    with torch.no_grad():
+        ending.embedding.weight[0xFF] = 100.0 * ending.hidden(prompt)[0, -1]  # the end is what follows the prompt
+    save_weights(ending, run / "model.safetensors")
+    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
+    loaded = AutoModelForCausalLM.from_pretrained(run / "export")
+    assert (loaded.config.eos_token_id, loaded.generation_config.eos_token_id) == (0xFF, 0xFF)
+    assert loaded.generate(prompt, max_new_tokens=9, do_sample=False)[0].tolist() == [*b"Once", 0xFF]
+    for place in (run, run / "export"):
+        result = CliRunner().invoke(app, ["generate", str(place), "--prompt", "Once", "--temperature", "0"])
+        assert result.stdout == "Once\n", result.output
 
 
 def test_a_run_s_own_tokenizer_file_is_found(run, shared_data):

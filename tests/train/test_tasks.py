@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from skipless.cli import evaluate
 from skipless.cli.app import app
 from skipless.data.tokenizer import ByteTokenizer, load_tokenizer
 from skipless.model.config import ModelConfig
@@ -174,6 +175,22 @@ def test_files_and_names_that_do_not_fit_are_named(tmp_path):
     with lzma.open(tmp_path / "social_i_qa.validation.jsonl.xz", "wt") as file:
         file.write(json.dumps(RECORDS["siqa"]) + "\n")
     assert len(questions("siqa", local_records("siqa", tmp_path))) == 1
+
+
+@pytest.mark.parametrize("label", [5, -1, 0.5, None, "x", ""])
+def test_a_label_that_names_no_choice_is_refused_with_its_place(label):
+    bad = {**RECORDS["siqa"], "label": label}
+    with pytest.raises(
+        ValueError, match=r"siqa, record 2 .*the label of the right answer is .* must be one of 1, 2, 3"
+    ):
+        questions("siqa", iter([RECORDS["siqa"], bad]))
+
+
+def test_a_broken_record_is_named_by_file_and_line(tmp_path):
+    bad = {**RECORDS["hellaswag"], "ctx_b": None}
+    (tmp_path / "hellaswag.jsonl").write_text(f"{json.dumps(RECORDS['hellaswag'])}\n{json.dumps(bad)}\n")
+    with pytest.raises(ValueError, match=r"hellaswag\.jsonl, line 2 is no question of hellaswag: 'NoneType'"):
+        evaluate._asked("hellaswag", tmp_path, SimpleNamespace(limit=None))
 
 
 def test_the_command_prints_accuracies(tmp_path):

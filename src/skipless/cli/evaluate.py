@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from skipless.train.evaluate import EvalResult
     from skipless.train.subject import Subject
-    from skipless.train.tasks import TaskResult
+    from skipless.train.tasks import Question, TaskResult
 
 
 class Backend(StrEnum):
@@ -33,9 +33,10 @@ class Precision(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to evaluate, whatever is evaluated."""
+    """How to evaluate, whatever is evaluated. packed: attention within the documents of prepared data."""
 
     length: int
+    packed: bool
     stride: int | None
     separate: bool
     max_tokens: int | None
@@ -92,15 +93,11 @@ def command(
 
     With neither --corpus nor --tasks: on the validation text of the data the run was trained on.
     """
-    from skipless.cli.output import check_target
-
-    if json_file is not None and str(json_file) != "-":
-        check_target(json_file)
+    _check(length, tasks, tasks_folder, json_file)
     subject, place = _load(model, tokenizer, device)
     typer.echo(f"weights: {subject.origin}", err=True)
-    options = Options(
-        length or subject.model.config.length, stride, separate, max_tokens, limit, place, precision, download
-    )
+    seen = subject.length if length is None else length
+    options = Options(seen, subject.packed, stride, separate, max_tokens, limit, place, precision, download)
     texts = {} if tasks and corpus is None else _texts(subject, corpus, options)
     scores = _tasks(subject, tasks, tasks_folder, backend, options) if tasks else {}
     if str(json_file) != "-":
@@ -109,19 +106,28 @@ def command(
         _write(json_file, _record(subject.origin, options, texts, scores, backend))
 
 
+def _check(length: int | None, tasks: str | None, tasks_folder: Path | None, json_file: Path | None) -> None:
+    from skipless.cli.output import check_target
+
+    if length is not None and length < 1:
+        raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
+    if tasks_folder is not None and not tasks:
+        raise ValueError(f"--tasks-folder is {tasks_folder}, and no task is asked for; add --tasks all, or name some")
+    if json_file is not None and str(json_file) != "-":
+        check_target(json_file)
+
+
 def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[Subject, str]":
-    import torch
     from transformers.utils import logging
 
+    from skipless.train.device import find_device
     from skipless.train.subject import load_subject
 
     logging.disable_progress_bar()
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if place.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but torch sees no GPU; use --device cpu")
+    place = find_device(device)
     subject = load_subject(path, tokenizer)
     subject.model.to(place)
-    return subject, place
+    return subject, str(place)
 
 
 def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[str, EvalResult]":
@@ -158,31 +164,35 @@ def _prepared(subject: "Subject", folder: Path, options: Options) -> "EvalResult
         )
     store = TokenStore(folder, "valid")
     store.check_tokenizer(subject.tokenizer)
-    loader = TokenLoader(store, options.length, max(1, BATCH_TOKENS // options.length))
+    size = max(1, BATCH_TOKENS // options.length)
+    loader = TokenLoader(store, options.length, size, documents=options.packed)
     return evaluate_loss(subject.model, loader, max_tokens=options.max_tokens, precision=options.precision)
 
 
 def _tasks(
     subject: "Subject", names: str, folder: Path | None, backend: Backend, options: Options
 ) -> "dict[str, TaskResult]":
-    from skipless.train.tasks import hub_records, local_records, questions, score_tasks, task_names
+    from skipless.train.tasks import score_tasks, task_names
 
     chosen = task_names(names)
-    records = {
-        name: hub_records(name, options.download) if folder is None else local_records(name, folder) for name in chosen
-    }
+    asked = {name: _asked(name, folder, options) for name in chosen}  # what is wrong is said before anything is scored
     if backend is Backend.LM_EVAL:
         from skipless.train.lm_eval_bridge import run_lm_eval
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
-        for each in records.values():
-            next(each, None)  # what is missing is said before lm-eval is loaded
         return run_lm_eval(subject.model, subject.tokenizer, chosen, folder, limit=options.limit, length=options.length)
-    asked = {name: questions(name, records[name], options.limit) for name in chosen}
     return score_tasks(
         subject.model, subject.tokenizer, asked, length=options.length, precision=options.precision, done=_say
     )
+
+
+def _asked(name: str, folder: Path | None, options: Options) -> "list[Question]":
+    from skipless.train.tasks import hub_records, local_records, questions, task_file
+
+    if folder is None:
+        return questions(name, hub_records(name, options.download), options.limit)
+    return questions(name, local_records(name, folder), options.limit, task_file(name, folder))
 
 
 def _say(result: "TaskResult") -> None:

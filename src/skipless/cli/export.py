@@ -1,5 +1,8 @@
 """`skipless export RUN`: a trained run as a Hugging Face folder that AutoModelForCausalLM loads."""
 
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -7,21 +10,55 @@ import typer
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="A finished run's folder.")],
+    run: Annotated[Path, typer.Argument(help="A run's folder; its newest weights are taken.")],
     out: Annotated[Path | None, typer.Option(help="Where to. Default: RUN/export.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A .model file, prepared folder or 'bytes'; by default the run's own.")
+    ] = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
-    from skipless.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
-    from skipless.hf import SkiplessForCausalLM, byte_tokenizer, export_tokenizer
+    from skipless.data.tokenizer import MODEL_FILE
+    from skipless.train.pretrained import as_pretrained
     from skipless.train.subject import load_subject
 
-    subject = load_subject(run)
     folder = out or run / "export"
-    SkiplessForCausalLM.from_native(subject.model).save_pretrained(folder)
-    if isinstance(subject.tokenizer, ByteTokenizer):
-        byte_tokenizer().save_pretrained(folder)
-    elif isinstance(subject.tokenizer, SentencePieceTokenizer) and subject.tokenizer.model is not None:
-        model_file = folder / "tokenizer.model"
-        model_file.write_bytes(subject.tokenizer.model)
-        export_tokenizer(model_file, folder)
+    _check(folder)
+    subject = load_subject(run, tokenizer)
+    with _aside(folder) as place:
+        for part in as_pretrained(subject.model, subject.tokenizer):
+            part.save_pretrained(place)
+        if subject.tokenizer.model is not None:
+            (place / MODEL_FILE).write_bytes(subject.tokenizer.model)
     print(f"{folder}: load it with AutoModelForCausalLM.from_pretrained after `import skipless.hf`")
+
+
+def _check(folder: Path) -> None:
+    """Refuse, before any work is done, a place that an export cannot or must not go to."""
+    from skipless.train.run import EXPERIMENT, EXPORT
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; an export is a folder: give --out another name")
+    if (folder / EXPERIMENT).is_file():
+        raise ValueError(f"{folder} is a run, whose weights an export would replace: give --out {folder / EXPORT}")
+
+
+@contextmanager
+def _aside(folder: Path) -> Generator[Path]:
+    """A place to write into; once all is written, its files go to `folder`, where other files stay."""
+    from safetensors import SafetensorError
+
+    from skipless.train.disk import storing
+
+    place, again = folder / ".unfinished", "export again"
+    with storing(folder, again):
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        try:
+            yield place
+            # the config last: with it a folder is a model
+            for file in sorted(place.iterdir(), key=lambda file: file.name == "config.json"):
+                file.replace(folder / file.name)
+        except SafetensorError as error:
+            raise ValueError(f"{folder} could not be written ({error}): make room there, and {again}") from error
+        finally:
+            shutil.rmtree(place, ignore_errors=True)

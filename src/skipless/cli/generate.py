@@ -1,4 +1,4 @@
-"""`skipless generate`: text from a saved model, as it comes."""
+"""`skipless generate`: text from a run or a saved model, as it comes."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ _CONTEXT = 6  # tokens decoded again with each new one, since a piece's text dep
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="A folder written by save_pretrained, or a run folder with export/.")],
+    folder: Annotated[Path, typer.Argument(help="A run folder, or one written by save_pretrained.")],
     prompt: Annotated[str | None, typer.Option(help="Text to continue; without it, standard input.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 200,
     temperature: Annotated[
@@ -27,6 +27,9 @@ def command(
     top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that sum to p.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the text repeatable.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; by default a GPU where there is one.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A .model file, prepared folder or 'bytes'; by default the model's own.")
+    ] = None,
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
 ) -> None:
     """Continue a prompt, writing the text as it comes. Ctrl-C ends it."""
@@ -34,29 +37,51 @@ def command(
 
     sampling = Sampling(temperature, top_k, top_p)
     text = prompt if prompt is not None else _standard_input()
-    model, tokenizer = load(folder, device)
-    tokens = _encode(tokenizer, text, model)
-    new = stream(model.model, tokens, max_new_tokens, sampling=sampling, seed=seed, stop=_stop(model))
-    pieces = text_of(tokenizer, tokens[0].tolist(), (int(token[0]) for token in new))
+    model, words = load(folder, device, tokenizer)
+    tokens = _encode(words, text, model)
+    stop = _stop(model)
+    new = stream(model.model, tokens, max_new_tokens, sampling=sampling, seed=seed, stop=stop)
+    pieces = text_of(words, tokens[0].tolist(), (int(token[0]) for token in new if int(token[0]) not in stop))
     _write(pieces, text if echo else "")
 
 
-def load(folder: Path, device: str | None = None) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
-    """The model, ready to run, and its tokenizer."""
-    import torch
-    from transformers import AutoTokenizer
+def load(
+    folder: Path, device: str | None = None, tokenizer: str | None = None
+) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
+    """The model, ready to run, and its tokenizer. A run's weights are its newest, whatever was exported before."""
     from transformers.utils import logging
 
-    from skipless.hf import SkiplessForCausalLM
+    from skipless.train.device import find_device
+    from skipless.train.run import EXPERIMENT
 
     logging.disable_progress_bar()
-    home = folder if (folder / "config.json").is_file() else folder / "export"
+    place = find_device(device)
+    own = tokenizer is None and not (folder / EXPERIMENT).is_file()
+    model, words = _saved(folder) if own else _subject(folder, tokenizer)
+    return model.to(place), words
+
+
+def _subject(folder: Path, tokenizer: str | None) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
+    from skipless.train.pretrained import as_pretrained
+    from skipless.train.subject import load_subject
+
+    subject = load_subject(folder, tokenizer)
+    return as_pretrained(subject.model, subject.tokenizer)
+
+
+def _saved(folder: Path) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
+    from transformers import AutoTokenizer
+
+    from skipless.train.pretrained import read_pretrained
+
     for name in ("config.json", "tokenizer.json"):
-        if not (home / name).is_file():
-            raise ValueError(f"{folder} holds no {name}; give a folder written by save_pretrained, with its tokenizer")
-    tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(str(home), local_files_only=True))
-    model = SkiplessForCausalLM.from_pretrained(str(home), local_files_only=True)
-    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu")), tokenizer
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder} is no run and holds no {name}; give a run, or a folder that `skipless export RUN` or "
+                "save_pretrained wrote, with its tokenizer"
+            )
+    tokenizer = cast("PreTrainedTokenizerBase", AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+    return read_pretrained(folder), tokenizer
 
 
 def text_of(tokenizer: "PreTrainedTokenizerBase", prompt: list[int], new: Iterable[int]) -> Iterator[str]:

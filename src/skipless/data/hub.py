@@ -62,8 +62,8 @@ def parts(name: str, download: bool) -> tuple[HubPart, HubPart]:
     """The training and validation split of a named dataset, if going to the network is allowed."""
     if not download:
         raise ValueError(
-            f"{name} comes from the Hugging Face hub, and no network is used unless asked for: add --download "
-            "(download=True), or give a path to text"
+            f"{name} comes from the Hugging Face hub, and no network is used unless asked for: add --download to "
+            f"`skipless prepare {name}` or `skipless eval` (download=True), or give a path to text"
         )
     return HubPart(name, "train"), HubPart(name, "validation")
 

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from pathlib import Path
 
+from skipless.data.hub import DATASETS
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.progress import Progress
 from skipless.data.store import read_manifest
@@ -17,6 +18,12 @@ logger = logging.getLogger("skipless")
 def prepared(corpus: str, vocab: int, root: str | Path = "data") -> Path:
     """The folder under `root` of a corpus, by name or path, in so many pieces; up to 257 are bytes. Made if need be."""
     folder = Path(root) / f"{Path(corpus).name.split('.')[0]}-{'bytes' if vocab <= 257 else vocab}"
+    if corpus in DATASETS:
+        kind = "--bytes" if vocab <= 257 else f"--vocab {vocab}"
+        raise ValueError(
+            f"{corpus} comes from the network, which is used only where it is asked for: "
+            f"`skipless prepare {corpus} --download {kind} --out {folder}`, then --data {folder}"
+        )
     tokenizer = Bytes() if vocab <= 257 else TrainUnigram(vocab)
     prepare(Preparation(corpus, tokenizer=tokenizer), folder, progress=Progress())
     return folder

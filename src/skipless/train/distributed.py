@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from skipless.model.transformer import Transformer
+from skipless.train.device import find_device
 
 Strategy = Literal["auto", "ddp", "fsdp"]
 
@@ -53,9 +54,7 @@ def join_world(device: str | None = None):
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, but torch sees no GPU; use --device cpu")
-    place = torch.device(f"cuda:{local}") if kind == "cuda" else torch.device(kind)
+    place = find_device(f"cuda:{local}" if kind == "cuda" else kind)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     started = size > 1 and not dist.is_initialized()

@@ -13,6 +13,7 @@ import torch
 from skipless.data.files import opened
 from skipless.data.tokenizer import Tokenizer
 from skipless.model.transformer import Transformer
+from skipless.train.pretrained import fast_tokenizer
 from skipless.train.tasks import TaskResult, local_records, task_file
 
 # the stock description of each task within lm_eval/tasks
@@ -83,15 +84,7 @@ def raw_results(
 
 def as_transformers(tokenizer: Tokenizer) -> Any:
     """The tokenizer in transformers' form, with an end-of-text token, which lm-eval insists on."""
-    from skipless.hf.tokenizer import byte_tokenizer, sentencepiece_tokenizer
-
-    inner = getattr(tokenizer, "inner", None)
-    if inner is None and tokenizer.model is not None:
-        with tempfile.NamedTemporaryFile(suffix=".model") as file:
-            file.write(tokenizer.model)
-            file.flush()
-            inner = sentencepiece_tokenizer(file.name)
-    inner = byte_tokenizer() if inner is None else inner
+    inner = fast_tokenizer(tokenizer)
     if inner.eos_token is None:
         inner.eos_token = inner.convert_ids_to_tokens(tokenizer.end)
     return inner

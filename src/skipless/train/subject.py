@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
-from skipless.data.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer
+from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import load_checkpoint, load_model
 from skipless.train.config import Experiment
-from skipless.train.run import CHECKPOINTS, EXPERIMENT, EXPORT, read_experiment
+from skipless.train.pretrained import read_pretrained
+from skipless.train.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, read_experiment
 
 WEIGHTS = "model.safetensors"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -22,11 +23,16 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """origin says which weights these are; validation is the prepared folder that a run validates on."""
+    """origin says which weights these are; validation is the prepared folder that a run validates on.
+
+    length and packed are how a run trained and validated; a saved model knows its length only.
+    """
 
     model: Transformer
     tokenizer: Tokenizer
     origin: str
+    length: int
+    packed: bool = False
     validation: Path | None = None
 
 
@@ -111,30 +117,34 @@ def _run(path: Path, tokenizer: Tokenizer | None) -> Subject:
     experiment = read_experiment(path)
     named = experiment.data.folder
     data = Path(named) if named is not None and (Path(named) / MANIFEST).is_file() else None
-    if tokenizer is None:
-        places = [place for place in (path, data, path / EXPORT) if place is not None and _has_tokenizer(place)]
-        if not places:
-            raise ValueError(
-                f"the tokenizer of {path} is not found: its data folder is {named!r} (working folder {Path.cwd()}); "
-                "name the prepared folder or the .model file with --tokenizer"
-            )
-        tokenizer = find_tokenizer(places[0])
+    tokenizer = tokenizer or _run_tokenizer(path, data, experiment)
     valid = Path(experiment.data.valid or named or "")
     model, origin = _run_model(path, experiment)
-    return Subject(model, tokenizer, origin, valid if (valid / MANIFEST).is_file() else None)
+    how = (experiment.train.length, experiment.data.packed)
+    return Subject(model, tokenizer, origin, *how, valid if (valid / MANIFEST).is_file() else None)
+
+
+def _run_tokenizer(path: Path, data: Path | None, experiment: Experiment) -> Tokenizer:
+    places = [place for place in (path, data, path / EXPORT) if place is not None and _has_tokenizer(place)]
+    if places:
+        return find_tokenizer(places[0])
+    if (path / FINISHED).is_file() and experiment.model.vocab_size in (256, 257):
+        return ByteTokenizer()  # any other kind of tokenizer lies in the folder of a finished run
+    raise ValueError(
+        f"the tokenizer of {path} is not found: its data folder is {experiment.data.folder!r} (working folder "
+        f"{Path.cwd()}); name the prepared folder or the .model file with --tokenizer, or write --tokenizer bytes"
+    )
 
 
 def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
-    """The exported weights, or those of the newest checkpoint while there is no export."""
-    for place in (path, path / EXPORT):
-        if (place / "config.json").is_file():
-            return _pretrained(place), str(place)
-        if (place / WEIGHTS).is_file():
-            return load_model(place / WEIGHTS), str(place / WEIGHTS)
+    """The weights of a finished run, or those of the newest checkpoint. Never an export, which may be older."""
+    if (path / WEIGHTS).is_file():
+        return load_model(path / WEIGHTS), str(path / WEIGHTS)
     model = Transformer(experiment.model)
     found = load_checkpoint(path / CHECKPOINTS, model)
     if found is None:
-        raise ValueError(f"{path} holds no weights yet, neither {EXPORT}/{WEIGHTS} nor a checkpoint: train it first")
+        other = f", or name its export, {path / EXPORT}" if (path / EXPORT / "config.json").is_file() else ""
+        raise ValueError(f"{path} holds no weights, neither {WEIGHTS} nor a checkpoint: train it first{other}")
     return model.eval(), f"{path / CHECKPOINTS}, step {found[0]}"
 
 
@@ -143,13 +153,8 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> Subject:
         raise ValueError(
             f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
         )
-    return Subject(_pretrained(path), tokenizer or find_tokenizer(path), str(path))
-
-
-def _pretrained(folder: Path) -> Transformer:
-    from skipless.hf import SkiplessForCausalLM
-
-    return SkiplessForCausalLM.from_pretrained(str(folder), local_files_only=True).model.eval()
+    model = read_pretrained(path).model
+    return Subject(model, tokenizer or find_tokenizer(path), str(path), model.config.length)
 
 
 def _has_tokenizer(folder: Path) -> bool:

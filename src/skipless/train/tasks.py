@@ -76,13 +76,24 @@ class TaskResult:
 
 
 def _boolq(record: dict[str, Any]) -> Question:
-    gold = record["answer"] if "answer" in record else record["label"]  # BoolQ's own field, and SuperGLUE's
-    return Question.ask(f"{record['passage']}\nQuestion: {record['question']}?\nAnswer:", ("no", "yes"), int(gold))
+    label = record["answer"] if "answer" in record else record["label"]  # BoolQ's own field, and SuperGLUE's
+    prompt = f"{record['passage']}\nQuestion: {record['question']}?\nAnswer:"
+    return Question.ask(prompt, ("no", "yes"), _gold(label, 2))
+
+
+def _gold(label: Any, choices: int, first: int = 0) -> int:
+    """The place of the choice that a label names: a number counted from `first`, its text, or a bool."""
+    for place, name in enumerate(range(first, first + choices)):
+        if label == name or label == str(name):
+            return place
+    names = ", ".join(map(str, range(first, first + choices)))
+    raise ValueError(f"the label of the right answer is {label!r}; it must be one of {names}")
 
 
 def _hellaswag(record: dict[str, Any]) -> Question:
     prompt = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return Question.ask(_without_brackets(prompt), [*map(_without_brackets, record["endings"])], int(record["label"]))
+    endings = [*map(_without_brackets, record["endings"])]
+    return Question.ask(_without_brackets(prompt), endings, _gold(record["label"], len(endings)))
 
 
 def _without_brackets(text: str) -> str:
@@ -96,16 +107,18 @@ def _winogrande(record: dict[str, Any]) -> Question:
     if not gap:
         raise ValueError(f"the sentence has no gap '_': {record['sentence']!r}")
     options = (record["option1"], record["option2"])
-    return Question(tuple((before + option, f" {after.strip()}") for option in options), int(record["answer"]) - 1)
+    pairs = tuple((before + option, f" {after.strip()}") for option in options)
+    return Question(pairs, _gold(record["answer"], 2, first=1))
 
 
 def _piqa(record: dict[str, Any]) -> Question:
-    return Question.ask(f"Question: {record['goal']}\nAnswer:", (record["sol1"], record["sol2"]), int(record["label"]))
+    choices = (record["sol1"], record["sol2"])
+    return Question.ask(f"Question: {record['goal']}\nAnswer:", choices, _gold(record["label"], 2))
 
 
 def _siqa(record: dict[str, Any]) -> Question:
     choices = (record["answerA"], record["answerB"], record["answerC"])
-    return Question.ask(f"Q: {record['context']} {record['question']}\nA:", choices, int(record["label"]) - 1)
+    return Question.ask(f"Q: {record['context']} {record['question']}\nA:", choices, _gold(record["label"], 3, first=1))
 
 
 TASKS: dict[str, Task] = {
@@ -171,21 +184,26 @@ def hub_records(name: str, download: bool) -> Iterator[dict[str, Any]]:
     yield from datasets.load_dataset(repository, configuration, split="validation")
 
 
-def questions(name: str, records: Iterator[dict[str, Any]], limit: int | None = None) -> list[Question]:
-    """The first `limit` records, or all, as questions."""
+def questions(
+    name: str, records: Iterator[dict[str, Any]], limit: int | None = None, file: Path | None = None
+) -> list[Question]:
+    """The first `limit` records, or all, as questions. file is whose lines they are, for errors to name."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; it must be at least 1, or None for all")
     asked = []
     for number, record in enumerate(islice(records, limit), 1):
+        where = f"{name}, record {number}" if file is None else f"{file}, line {number}"
         try:
             asked.append(TASKS[name].question(record))
         except KeyError as error:
             raise ValueError(
-                f"{name}, record {number} lacks the field {error.args[0]!r}; fields must be named as in "
+                f"{where} lacks the field {error.args[0]!r}; fields must be named as in "
                 f"{TASKS[name].hub[0]} on the hub, and here are {', '.join(record)}"
             ) from error
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{where} is no question of {name}: {error}") from error
     if not asked:
-        raise ValueError(f"{name} has no records")
+        raise ValueError(f"{file or name} has no records")
     return asked
 
 
@@ -221,7 +239,7 @@ def score_tasks(
     `done` hears of each result as it comes.
     """
     check_vocabulary(model, tokenizer)
-    length = length or config_of(model).length
+    length = config_of(model).length if length is None else length
     results = {}
     for name, each in asked.items():
         rows = [pair_row(tokenizer, *pair, length) for question in each for pair in question.pairs]

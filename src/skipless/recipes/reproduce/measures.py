@@ -12,7 +12,7 @@ from skipless.recipes.reproduce.job import Job
 from skipless.recipes.reproduce.stages import pack, read_stage
 from skipless.theory import kernels, propagation
 from skipless.train.subject import load_subject
-from skipless.train.tasks import TASKS, local_records, questions, score_tasks
+from skipless.train.tasks import TASKS, local_records, questions, score_tasks, task_file
 
 NEAR = 4  # locations at most so far apart are neighbours
 
@@ -50,7 +50,7 @@ def task_measures(folder: Path, tasks: Path | None, device: str) -> dict[str, fl
         raise ValueError("zero-shot accuracy needs --tasks-folder, the folder of the tasks' .jsonl files")
     subject = load_subject(folder)
     subject.model.to(device)
-    asked = {name: questions(name, local_records(name, tasks)) for name in TASKS}
+    asked = {name: questions(name, local_records(name, tasks), file=task_file(name, tasks)) for name in TASKS}
     length = subject.model.config.length
     scores = score_tasks(subject.model, subject.tokenizer, asked, length=length)
     values = {name: 100.0 * score.accuracy for name, score in scores.items()}
