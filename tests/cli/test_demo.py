@@ -141,7 +141,7 @@ def test_a_bad_request_to_start_over_deletes_nothing(demo) -> None:
     before = there()
     for words, message in (
         (("--steps", "0"), "--steps is 0; the shortest schedule"),
-        (("--device", "cuda:97"), "GPUs; use --device"),
+        (("--device", "cuda:97"), "'cuda:97', but torch sees"),
         (("--device", "foo"), "'foo', which torch does not know; use cpu, cuda"),
     ):
         assert message in demo("--fresh", *words, code=2)[1]

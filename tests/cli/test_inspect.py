@@ -226,7 +226,7 @@ def test_what_a_text_can_have_wrong_with_it(tmp_path):
         ),
         (("wikitext103/e-spa", "--figure", "x.bmp"), "must end in"),
         (("wikitext103/e-spa", "--device", "gpu"), "torch does not know; use cpu, cuda"),
-        (("wikitext103/e-spa", "--device", "cuda:97"), "GPUs; use --device"),
+        (("wikitext103/e-spa", "--device", "cuda:97"), "'cuda:97', but torch sees"),
         (("wikitext103/e-spa", "--device", "meta"), "'meta', on which torch cannot compute here"),
         (("wikitext103/e-spa", "--device", "vulkan"), "'vulkan', on which torch cannot compute here"),
     ],

@@ -25,7 +25,7 @@ _COMMANDS = {
     "generate": told(generate.command),
     "prepare": told(prepare.command, _GOES_ON),
     "train": told(train.command, _GOES_ON),
-    "export": told(export.command, "stopped; the folder may be unfinished: run the same command again"),
+    "export": told(export.command, "stopped; the same command begins again"),
     "report": told(report.command),
     "reproduce": told(reproduce.command, _GOES_ON),
 }

@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 
 from skipless.cli.demo_report import as_json, closing, draw, table
-from skipless.cli.device import find_device
 from skipless.cli.output import print_table, write_whole
 from skipless.data.progress import Progress
 from skipless.recipes.demo import DEMO, E_SPA, Arm, Size, arms, check_steps, counting, prepare_text
 from skipless.recipes.demo_outcome import read_outcome, sample
 from skipless.train.config import Experiment
+from skipless.train.device import find_device
 from skipless.train.divergence import Diverged
 from skipless.train.loop import read_result, train
 from skipless.train.run import EXPERIMENT, FINISHED, read_experiment

@@ -11,10 +11,10 @@ from rich.text import Text
 from skipless.analysis.inspect import inspect
 from skipless.analysis.inspection import Inspection
 from skipless.analysis.rounding import rounding, with_rounding
-from skipless.cli.device import find_device
 from skipless.cli.inspect_model import Request
 from skipless.cli.inspect_report import strips, table
 from skipless.cli.output import check_apart, check_figure, check_target, print_table, write_whole
+from skipless.train.device import find_device
 
 
 def run(
