@@ -219,6 +219,20 @@ def test_what_to_do_follows_from_the_network(name, skipless):
     assert "train.on_divergence=halve-lr" in words
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_failure_to_compile_names_the_way_around_it(experiment, tmp_path, monkeypatch, compiled):
+    failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+
+    def fails(_):
+        raise failure("No working C++ compiler found\nand much more")
+
+    monkeypatch.setattr(loop, "_train_to_end", fails)
+    expected, words = (ValueError, r"compiler found\); .*--set train.compile=false") if compiled else (failure, "more")
+    with pytest.raises(expected, match=words):
+        train(changed(experiment, compile=compiled), tmp_path / "run", device="cpu", quiet=True)
+
+
 def test_divergence_can_go_back_and_halve_the_rate(experiment, tmp_path, monkeypatch, caplog):
     """A loss that is not finite once: the run goes back to its checkpoint and ends with half the rate."""
     _poison(monkeypatch, 9)

@@ -73,11 +73,23 @@ def train(
                     break
                 except Diverged as error:
                     _after_divergence(session, error)
+                except RuntimeError as error:
+                    _explain(session, error)
+                    raise
             return _finish(session)
         finally:
             session.display.stop()
             if session.board is not None:
                 session.board.close()
+
+
+def _explain(session: Session, error: RuntimeError) -> None:
+    """Raise with a remedy if it is torch.compile that failed, such as for want of a C++ compiler."""
+    if session.config.compile and type(error).__module__.startswith("torch._inductor"):
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"the network could not be compiled ({reason}); without it training is slower: --set train.compile=false"
+        ) from error
 
 
 def _train_to_end(session: Session) -> None:
