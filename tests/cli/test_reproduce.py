@@ -398,7 +398,7 @@ def test_what_is_needed_is_said(reproduce) -> None:
     _, err = reproduce("baselines", "--scale", "small", code=2, data=False)
     assert "scale 'small' needs text: --data FOLDER" in err
     _, err = reproduce("baselines", "--data", "wikitext-103", code=2, data=False)
-    assert "skipless prepare wikitext-103 --download --out data/wikitext-103" in err
+    assert "skipless prepare wikitext-103 --download --bytes --out data/wikitext-103-bytes" in err
     _, err = reproduce("baselines", "--tables-only", code=2, data=False)
     assert "results has no logs of scale 'tiny' to make tables from" in err
     with ResultsFolder("results", "tiny").locked():

@@ -26,21 +26,20 @@ def read_results(path: Path, most: int) -> "tuple[dict[str, list[dict[str, Any]]
 
     Of more than `most` curves those of the usual length are kept, and none if they are too many as well.
     """
-    curves, tables = _read_all(path, usual=False)
+    curves, longer, tables = _read_all(path)
     if len(curves) <= most:
         return curves, tables, ""
-    usual, _ = _read_all(path, usual=True)
+    usual = {name: records for name, records in curves.items() if name not in longer}
     if len(usual) <= most:
-        return (
-            usual,
-            tables,
-            f"of {len(curves)} curves the {len(usual)} of the usual length: more would hide each other",
-        )
+        words = f"of {len(curves)} curves the {len(usual)} of the usual length: more would hide each other"
+        return usual, tables, words
     return {}, tables, f"tables without their {len(curves)} curves, too many for a chart; name one item's .json"
 
 
-def _read_all(path: Path, usual: bool) -> "tuple[dict[str, list[dict[str, Any]]], list[ResultTable]]":
+def _read_all(path: Path) -> "tuple[dict[str, list[dict[str, Any]]], set[str], list[ResultTable]]":
+    """All curves by name, the names of those of another than the usual length, and the tables."""
     curves: dict[str, list[dict[str, Any]]] = {}
+    longer: set[str] = set()
     tables: list[ResultTable] = []
     folder = path if path.is_dir() else path.parent
     records = _records(folder / "logs")
@@ -51,11 +50,13 @@ def _read_all(path: Path, usual: bool) -> "tuple[dict[str, list[dict[str, Any]]]
         tables += _tables(data)
         for row in next(iter(data["tables"].values()), []):
             seed, found = records.pop(row["log"].rpartition(" ")[2], (0, None))
-            if found is not None and (row["multiple"] == 1.0 or not usual):
-                longer = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
+            if found is not None:
+                times = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
                 one = f", seed {seed}" if row["seeds"] not in ("1", "–") else ""  # the table's number is a mean
-                curves[f"{data['item']}, {data['scale']}: {row['arm']}{longer}{one}"] = found
-    return curves, tables
+                name = f"{data['item']}, {data['scale']}: {row['arm']}{times}{one}"
+                curves[name] = found
+                longer |= {name} if times else set()
+    return curves, longer, tables
 
 
 def _read(file: Path) -> dict[str, Any] | None:

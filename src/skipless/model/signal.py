@@ -56,7 +56,7 @@ def certificate(config: ModelConfig, kernel: np.ndarray | None = None, length: i
     That kernel has `length` locations: 100, or config.length where that is less, or where nothing else is calibrated.
     """
     if kernel is None:
-        fixed = not config.causal and getattr(config.scheme, "calibration", "paper") != "paper"
-        length = length or (config.length if fixed else min(100, config.length))
+        fixed = None if config.causal else config.most_locations
+        length = length if length is not None else fixed or min(100, config.length)
         kernel = kernels.uniform(getattr(config.scheme, "repeat_rate", 0.0), length) * input_norm(config)
     return certify(kernel_blocks(config), kernel, normalised=config.norm != "none")

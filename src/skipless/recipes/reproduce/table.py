@@ -43,8 +43,7 @@ def rows(outcomes: Mapping[str, Outcome], quantity: str) -> list[Row]:
 
 def ratio_rows(item: Item, outcomes: Mapping[str, Outcome]) -> list[tuple[str, ...]]:
     """How many times the baseline's steps an arm needs for its loss; lines under RATIO_HEAD. None without one."""
-    baseline = outcomes.get(item.baseline)
-    target = baseline.sample("train_loss") if baseline is not None else None
+    baseline, target = outcomes.get(item.baseline), _target(item, outcomes)
     if baseline is None or target is None:
         return []
     lines = []
@@ -75,11 +74,16 @@ def grid(item: Item, outcomes: Mapping[str, Outcome]) -> tuple[Sequence[str], li
 def _glance(item: Item, outcomes: Mapping[str, Outcome], outcome: Outcome | None) -> str:
     if outcome is None:
         return "–"
-    baseline = outcomes.get(item.baseline)
-    target = baseline.sample("train_loss") if baseline is not None else None
-    ratio = ratio_to(outcome, target) if target is not None and outcome is not baseline else None
+    target = _target(item, outcomes) if outcome.arm.name != item.baseline else None
+    ratio = ratio_to(outcome, target) if target is not None else None
     loss = _row(outcome, "train_loss", 1.0).ours
     return loss if ratio is None or math.isnan(ratio.value) else f"{loss} ({ratio.text()}×)"
+
+
+def _target(item: Item, outcomes: Mapping[str, Outcome]) -> Sample | None:
+    """The loss that arms are to reach: the baseline's."""
+    baseline = outcomes.get(item.baseline)
+    return baseline.sample("train_loss") if baseline is not None else None
 
 
 def ratio_to(outcome: Outcome, target: Sample) -> Ratio | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from skipless.data.hub import DATASETS
 from skipless.data.store import MANIFEST, TokenStore, fingerprint
 from skipless.recipes.data import prepared
 
@@ -68,9 +67,4 @@ def find_text(data: str | None, scale: str) -> Text:
         raise ValueError(f"scale {scale!r} needs text: --data FOLDER, made by `skipless prepare`, or text files")
     if data is not None and (Path(data) / MANIFEST).is_file():
         return Text.read(data)
-    if data in DATASETS:
-        raise ValueError(
-            f"{data} comes from the network, which is used only where it is asked for: `skipless prepare {data} "
-            f"--download --out data/{data}`, then --data data/{data}"
-        )
     return Text.read(prepared(data or "stdlib", vocab))
