@@ -41,12 +41,15 @@ class Probe:
 
 @torch.no_grad()
 def measure(model: Transformer, tokens: Tensor, step: int, most: int = 128) -> Probe:
-    """The kernels of the first row's first `most` tokens, block by block; memory of one activation at a time."""
+    """The kernels of the first row's first `most` tokens, block by block; memory of one activation at a time.
+
+    Compiled blocks are run as written: a length and a precision met once are not worth compiling for.
+    """
     tokens = tokens[:1, :most]
     placement, x = model.placement(tokens), model.embed(tokens)
     states = [_kernel(x)]
     for block in model.each_block():
-        x = block(x, placement)
+        x = block.forward(x, placement)
         states.append(_kernel(x))
     return Probe(step, np.stack(states))
 
