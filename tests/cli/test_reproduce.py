@@ -319,7 +319,7 @@ def test_a_failed_run_does_not_stop_the_others(reproduce, instant: list[Order], 
     written = next(Path("results/runs").glob("*.error.txt"))
     assert 'raise RuntimeError("out of memory")' in written.read_text()
     assert [order.job.arm for order in instant] == [arm for arm in ARMS if arm != "pre-ln"]
-    assert "1 runs are still missing" in err
+    assert "1 run is still missing" in err
     monkeypatch.setattr(schedule, "carry_out", quick)
     reproduce("baselines")
     assert not written.exists()

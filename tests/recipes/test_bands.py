@@ -131,7 +131,11 @@ def test_arms_left_to_the_user_are_named(text: Text, fake) -> None:
     begun = missing([item], setting, {}, ("pre-ln/soap",))[0]
     records = {**filled("optimisers", setting, fake, {}), begun.key: fake(begun, 5.0)}
     page = markdown(gather(item, setting, records))
-    assert "Only with `--arms all`, and not complete: Pre-LN, SOAP; not run: Pre-LN, Muon, W_V" in page
+    assert "Only with `--arms all`, and not complete: Pre-LN, SOAP (2 runs); not run: Pre-LN, Muon, W_V" in page
+    swept = [job for job in missing([item], setting, records, ("pre-ln/soap",)) if job.stage == 0]
+    records |= {job.key: fake(job, 5.0) for job in swept}
+    page = markdown(gather(item, setting, records))  # a second seed, another length and a pace
+    assert "Only with `--arms all`, and not complete: Pre-LN, SOAP (3 runs); not run: Pre-LN, Muon, W_V" in page
 
 
 def test_nothing_run_is_said_so(text: Text) -> None:

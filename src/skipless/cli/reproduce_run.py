@@ -102,7 +102,8 @@ def _work(
     left = Crew(runnable, setting, folder, limits, reporter, arms).work()
     reporter.close()
     if left:
-        _say(f"{len(left)} runs are still missing, and those that follow from them; the same command goes on:")
+        some = "1 run is" if len(left) == 1 else f"{len(left)} runs are"
+        _say(f"{some} still missing, and what follows from it; the same command goes on:")
         _list(left)
 
 

@@ -1,6 +1,7 @@
 """An item's results as a page of Markdown and as JSON, from its records alone."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,17 @@ _NAMES = {"train_loss": "Training loss", "valid_perplexity": "Validation perplex
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of an item at one size."""
+    """What is known of an item at one size.
+
+    to_do: runs of the usual arms that are missing; further: of each other arm that has begun, by name.
+    """
 
     item: Item
     setting: Setting
     outcomes: Mapping[str, Outcome]
     verdicts: Sequence[tuple[str, Verdict]]
     to_do: int
+    further: Mapping[str, int]
 
 
 def gather(item: Item, setting: Setting, records: Mapping[str, Record]) -> Summary:
@@ -38,7 +43,8 @@ def gather(item: Item, setting: Setting, records: Mapping[str, Record]) -> Summa
     findings = Findings(shown, setting.text.unigram)
     judged = item.bands if setting.scale.judged else ()
     verdicts = [(band.claim(), band.judge(findings)) for band in judged]
-    return Summary(item, setting, shown, verdicts, len(missing([item], setting, records)))
+    beyond = [job.arm for job in missing([item], setting, records, ("all",)) if job.arm in shown.keys() - core]
+    return Summary(item, setting, shown, verdicts, len(missing([item], setting, records)), Counter(beyond))
 
 
 def markdown(summary: Summary, figure: str = "") -> str:
@@ -161,15 +167,19 @@ def _sweeps(summary: Summary) -> str:
 
 def _missing(summary: Summary) -> str:
     command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name} --data …"
-    core = {arm.name for arm in summary.item.chosen(summary.setting.scale)}
-    begun = [o.arm.label for name, o in summary.outcomes.items() if o.missing and name not in core]
+    begun = [f"{summary.outcomes[name].arm.label} ({_runs(count)})" for name, count in summary.further.items()]
     further = [arm.label for arm in summary.item.arms if arm.name not in summary.outcomes]
     optional = {"not complete": begun, "not run": further}
     left = [f"{words}: {'; '.join(labels)}" for words, labels in optional.items() if labels]
     more = f" Only with `--arms all`, and {'; '.join(left)}." if left else ""
     if not summary.to_do:
         return f"All runs of the usual arms are done.{more}\n" if more else "All runs are done.\n"
-    return f"At least {summary.to_do} runs are still missing: `{command}` goes on.{more}\n"
+    are = "is" if summary.to_do == 1 else "are"
+    return f"At least {_runs(summary.to_do)} {are} still missing: `{command}` goes on.{more}\n"
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'' if count == 1 else 's'}"
 
 
 def _all_runs(outcome: Outcome) -> list[Record]:
