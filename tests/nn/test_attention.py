@@ -33,6 +33,8 @@ def test_small_query_and_key_come_close():
     expected = module.output(torch.as_tensor(shape.dense(T)) @ module.value(x))
     error = (module(x) - expected).abs().max()
     assert 0 < error < 0.1
+    for layer in (module.query, module.key):  # orthogonal, times 0.1
+        torch.testing.assert_close(layer.weight @ layer.weight.T, 0.01 * torch.eye(WIDTH).double(), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
