@@ -154,6 +154,15 @@ def test_rotary_positions_take_the_configured_base():
     torch.testing.assert_close(rotation.sin[0, 0], angles.sin())
 
 
+@pytest.mark.parametrize(("activation", "gain"), [("gelu", 1.5335304412), ("relu", math.sqrt(2)), ("dks-gelu", 1.0)])
+def test_the_matrix_behind_an_activation_makes_up_for_it(activation, gain):
+    """σ with σ²E[φ(z)²] = 1; GELU's second moment is .4252."""
+    model = build(ModelConfig(vocab_size=30, width=32, depth=12, heads=4, activation=activation))
+    up, down = model.blocks[3].mlp.inner.up.weight, model.blocks[3].mlp.inner.down.weight
+    torch.testing.assert_close(down @ down.T, gain**2 * torch.eye(32).double(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(up.T @ up, 4 * torch.eye(32).double(), rtol=0, atol=1e-12)
+
+
 def test_a_head_starts_at_unit_scale_without_bias():
     config = ModelConfig(
         vocab_size=30, width=256, depth=1, heads=4, scheme=StandardAttention(), head="token", classes=200,
