@@ -93,3 +93,12 @@ def test_all_blocks_store_parts_of_one_size():
 def test_heads_must_divide_width():
     with pytest.raises(ValueError, match="width=30, heads=4"):
         ShapedAttention(30, 4, StandardAttention().shapes(1)[0])
+
+
+def test_a_shape_of_other_parts_takes_the_place_of_the_old():
+    """From ρ = 0 a uniform shape has no row term; the next block's has one."""
+    first, second = UniformSPA(0.6).shapes(4)[0], UniformSPA(0.6).shapes(4)[2]
+    module, x = build(first), torch.randn(2, T, WIDTH).double()
+    module(x)
+    module.change_shape(second)
+    torch.testing.assert_close(module(x), build(second)(x), atol=1e-12, rtol=0)
