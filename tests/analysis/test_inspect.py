@@ -16,6 +16,7 @@ from skipless.hf import SkiplessForCausalLM
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
+from skipless.theory.certificate import Band
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
 
@@ -199,6 +200,21 @@ def test_json_holds_everything_and_is_finite():
 def test_assert_signal_preserved_says_what_and_where():
     with pytest.raises(AssertionError, match=r"Rank collapse at block \d+ \(blocks"):
         skipless.assert_signal_preserved(network("skipless"), tokens())
+
+
+def test_assert_signal_preserved_takes_the_arguments_of_inspect():
+    model, ids = network("e-spa", depth=6), tokens()
+    model.blocks[3].register_forward_hook(lambda module, args, out: 2.5 * out)
+    found = skipless.assert_signal_preserved(model, ids, labels=ids)
+    assert (found.verdict.kind, found.verdict.block) == ("drift", 4)
+    gains = [inspect(model, ids, labels=labels).blocks[0].gradient_mean for labels in (ids, None)]
+    assert found.blocks[0].gradient_mean == gains[0] != gains[1]
+    with pytest.raises(AssertionError, match=r"from block 4 on squared norms leave 0\.25 … 4 times"):
+        skipless.assert_signal_preserved(model, ids, allow_drift=False)
+    with pytest.raises(AssertionError, match="Norms explode at block 4"):
+        skipless.assert_signal_preserved(model, ids, band=Band(lost_norm=5.0))
+    first = [f"blocks.{index}" for index in range(3)]
+    assert len(skipless.assert_signal_preserved(model, ids, blocks=first, allow_drift=False).blocks) == 4
 
 
 def test_blocks_are_found_or_named():

@@ -1,7 +1,9 @@
+from itertools import pairwise
+
 import pytest
 import torch
 
-from skipless.model.cache import KVCache, decode
+from skipless.model.cache import BlockCache, KVCache, decode
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory.propagation import Skip
@@ -122,6 +124,30 @@ def test_a_truncated_cache_decodes_again_from_there():
     cache.truncate(7)
     assert cache.length == 7
     torch.testing.assert_close(decode(model, tokens[:, 7:], cache), model(tokens)[:, 7:], rtol=0, atol=TOLERANCE)
+
+
+def test_a_truncated_cache_forgets_the_padding_that_followed():
+    model, tokens = trained(), tokens_of(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 2], mask[1, 7] = 0, 0
+    cache = KVCache(len(model.blocks))
+    decode(model, tokens, cache, attention_mask=mask)
+    cache.truncate(6)
+    again = decode(model, tokens[:, 6:], cache)
+    mask[1, 7] = 1
+    torch.testing.assert_close(again, in_chunks(model, tokens, [9], mask)[:, 6:], rtol=0, atol=TOLERANCE)
+
+
+def test_buffers_double_and_what_is_beyond_the_tokens_is_finite():
+    block, token = BlockCache(), torch.ones(1, 1, 1, 2)
+    places = [block.append(token, token)[0].data_ptr() for _ in range(100)]
+    assert sum(before != after for before, after in pairwise(places)) == 7
+    block.append(torch.nan * token, torch.nan * token)
+    block.truncate(100)
+    keys, values = block.buffers()
+    assert keys.shape[2] == values.shape[2] == 128
+    assert torch.equal(keys, values)
+    assert torch.equal(keys[0, 0, :, 0], (torch.arange(128) < 100).float())
 
 
 def test_capacity_is_reserved_once_and_grouped_keys_are_stored_once_per_key_head():

@@ -55,6 +55,32 @@ def test_presets_say_what_the_paper_says():
     assert preset("depth/e-spa-108").width == 512
 
 
+@pytest.mark.parametrize(
+    ("name", "attention", "mlp"),
+    [("skip", 0.999, 0.99), ("skip-ln", 0.99, 0.99), ("u-spa-skip", 0.995, 0.995), ("u-spa-skip-ln", 0.98, 0.99),
+     ("e-spa-skip", 0.9975, 0.99), ("e-spa-skip-ln", 0.9975, 0.995)],
+)  # fmt: skip
+def test_normalised_skips_on_c4_are_table_7s(name, attention, mlp):
+    config = preset(f"c4/{name}")
+    assert (config.attention_skip, config.mlp_skip) == (Skip.normalised(attention), Skip.normalised(mlp))
+    assert config.norm == ("pre" if name.endswith("-ln") else "none")
+
+
+def test_only_standard_networks_that_normalise_a_growing_stream_leave_the_embedding_unscaled():
+    unscaled = {name for name in names() if not preset(name).scales_embedding}
+    growing = {
+        "wikitext103": {"pre-ln", "skip-ln", "stable-ln"},
+        "c4": {"pre-ln", "skip-ln", "stable-ln", "skipinit-ln"},
+    }
+    assert unscaled == {f"{group}/{name}" for group, members in growing.items() for name in members}
+
+
+def test_an_activation_is_shaped_for_the_skips_around_it():
+    assert ModelConfig(mlp_skip=Skip.normalised(0.9)).activation == dks("gelu", 36, skip_weight=0.9)
+    usual = ModelConfig(mlp_skip=Skip(1.0, 1.0), norm="pre")
+    assert usual.activation == dks("gelu", 36)
+
+
 def test_replace_follows_sizes_that_were_derived():
     config = ModelConfig(width=64, depth=8, heads=4).replace(width=128, scheme=StandardAttention())
     assert (config.hidden, config.query_key) == (512, "normal")

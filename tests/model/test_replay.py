@@ -75,16 +75,19 @@ def test_a_folded_model_too(prompt, request):
     assert torch.equal(generate(model, prompt, 12), want)
 
 
-def test_recording_leaves_no_trace_and_the_last_slot_is_the_end(prompt):
+@pytest.mark.parametrize("capacity", [8, 10])
+def test_recording_leaves_no_trace_and_the_last_slot_is_the_end(prompt, capacity):
     model = build("e-spa").double()
-    caches = [KVCache(4, capacity=10) for _ in range(2)]
+    caches = [KVCache(4, capacity) for _ in range(2)]
     for cache in caches:
         decode(model, prompt, cache)
     step = ReplayedStep(model, caches[0], Rerun())
-    for token in range(3):
+    for token in range(capacity - 7):
         tokens = torch.full((3,), token)
         torch.testing.assert_close(step(tokens), decode(model, tokens[:, None], caches[1])[:, -1])
-    with pytest.raises(ValueError, match="all 10 slots of the cache are filled; give KVCache a larger capacity"):
+    with pytest.raises(
+        ValueError, match=f"all {capacity} slots of the cache are filled; give KVCache a larger capacity"
+    ):
         step(tokens)
 
 

@@ -146,6 +146,33 @@ def test_the_papers_large_model_builds_on_meta():
     assert biases == 36 * (4096 + 1024)
 
 
+def test_rotary_positions_take_the_configured_base():
+    config = ModelConfig(vocab_size=30, width=32, depth=2, heads=4, activation="gelu", rope_base=500.0)
+    rotation = build(config).placement(torch.zeros(1, 9, dtype=torch.long), past=3).rotation
+    angles = torch.arange(3.0, 12.0)[:, None] * 500.0 ** (-torch.arange(0.0, 8.0, 2.0) / 8)
+    torch.testing.assert_close(rotation.cos[0, 0], angles.cos())
+    torch.testing.assert_close(rotation.sin[0, 0], angles.sin())
+
+
+@pytest.mark.parametrize(("activation", "gain"), [("gelu", 1.5335304412), ("relu", math.sqrt(2)), ("dks-gelu", 1.0)])
+def test_the_matrix_behind_an_activation_makes_up_for_it(activation, gain):
+    """σ with σ²E[φ(z)²] = 1; GELU's second moment is .4252."""
+    model = build(ModelConfig(vocab_size=30, width=32, depth=12, heads=4, activation=activation))
+    up, down = model.blocks[3].mlp.inner.up.weight, model.blocks[3].mlp.inner.down.weight
+    torch.testing.assert_close(down @ down.T, gain**2 * torch.eye(32).double(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(up.T @ up, 4 * torch.eye(32).double(), rtol=0, atol=1e-12)
+
+
+def test_a_head_starts_at_unit_scale_without_bias():
+    config = ModelConfig(
+        vocab_size=30, width=256, depth=1, heads=4, scheme=StandardAttention(), head="token", classes=200,
+        activation="gelu",
+    )  # fmt: skip
+    head = build(config).head
+    assert not head.bias.any()
+    assert head.weight.std().item() == pytest.approx(1 / 16, rel=0.02)
+
+
 def test_gaussian_initialisation_is_an_option():
     model = build(ModelConfig(vocab_size=30, width=64, depth=2, heads=4, init="gaussian", activation="gelu"))
     value = model.blocks[0].attention.inner.value.weight
@@ -219,6 +246,18 @@ def test_calibrated_networks_keep_unit_norms(calibration):
     model = build(config, dtype=torch.float32)
     final = kernels_by_block(model, torch.arange(32)[None])[-1]
     assert np.diagonal(final).mean() == pytest.approx(1.0, abs=0.15)
+
+
+@pytest.mark.parametrize("scheme", [ExponentialSPA(0.05, 0.02, "exact"), UniformSPA(0.6, 0.02, calibration="exact")])
+def test_exact_calibration_meets_what_a_norm_hands_attention(scheme):
+    """MLPs with the usual skip let the stream grow; behind the norm every branch still has a unit diagonal."""
+    config = ModelConfig(depth=6, length=24, scheme=scheme, norm="pre", mlp_skip=Skip(1.0, 1.0), activation="gelu")
+    kernel = kernels.uniform(0.02, 24)
+    for shape, block in zip(signal.attention_shapes(config), signal.kernel_blocks(config), strict=True):
+        branch = shape.dense(24) @ kernels.cosine(kernel) @ shape.dense(24).T
+        np.testing.assert_allclose(np.diagonal(branch), 1.0, rtol=1e-12)
+        kernel = block.forward(kernel)
+    assert np.diagonal(kernel).min() > 1.9
 
 
 @pytest.mark.parametrize("name", ["stable-ln", "skip-ln", "pre-ln", "e-spa-ln"])

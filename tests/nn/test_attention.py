@@ -33,6 +33,8 @@ def test_small_query_and_key_come_close():
     expected = module.output(torch.as_tensor(shape.dense(T)) @ module.value(x))
     error = (module(x) - expected).abs().max()
     assert 0 < error < 0.1
+    for layer in (module.query, module.key):  # orthogonal, times 0.1
+        torch.testing.assert_close(layer.weight @ layer.weight.T, 0.01 * torch.eye(WIDTH).double(), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -91,3 +93,12 @@ def test_all_blocks_store_parts_of_one_size():
 def test_heads_must_divide_width():
     with pytest.raises(ValueError, match="width=30, heads=4"):
         ShapedAttention(30, 4, StandardAttention().shapes(1)[0])
+
+
+def test_a_shape_of_other_parts_takes_the_place_of_the_old():
+    """From ρ = 0 a uniform shape has no row term; the next block's has one."""
+    first, second = UniformSPA(0.6).shapes(4)[0], UniformSPA(0.6).shapes(4)[2]
+    module, x = build(first), torch.randn(2, T, WIDTH).double()
+    module(x)
+    module.change_shape(second)
+    torch.testing.assert_close(module(x), build(second)(x), atol=1e-12, rtol=0)

@@ -130,6 +130,9 @@ def test_what_auto_chooses(device):
     assert chosen(PlainShape()) == ("triton" if device == "cuda" else "sdpa")
     assert chosen(grad=True) == ("triton" if device == "cuda" else "sdpa")
     assert chosen(queries=64, keys=64) == ("triton" if device == "cuda" else "sdpa")
+    if device == "cpu":
+        assert [chosen(queries=n, keys=n) for n in (4096, 4097)] == ["sdpa", "flex"]
+        assert [chosen(queries=n) for n in (16, 17)] == ["sdpa", "flex"]
     assert chosen(queries=1) == ("triton" if device == "cuda" else "sdpa")
     assert chosen(queries=1, width=48) == "sdpa"
     assert chosen(dtype=torch.float64) == "sdpa"
@@ -137,6 +140,15 @@ def test_what_auto_chooses(device):
     table = SymmetricExponentialShape(ExponentialStep.between(0.5, 0.4))
     assert chosen(table, queries=64, keys=64, width=64) == "sdpa"
     assert chosen(table, queries=64, keys=64, width=32) == ("flex" if device == "cuda" else "sdpa")
+
+
+def test_a_shape_is_built_as_far_as_the_layout_reaches():
+    """Four keys that stand at 7 … 10, as when a cache has lost its start."""
+    q, k, v = tensors(length=4, dtype=torch.float64)
+    here = torch.arange(7, 11)[None]
+    out = shaped_attention(q, k, v, SPA, impl="reference", layout=Layout(here, here, extent=11))
+    scores = ((q @ k.mT) / 4 + torch.tensor(SPA.bias(11))[7:, 7:]).softmax(-1)
+    torch.testing.assert_close(out, torch.tensor(SPA.row_scale(11))[7:, None] * (scores @ v))
 
 
 def test_score_bias_is_added():

@@ -119,6 +119,18 @@ def test_gradient_limits_are_judged_too():
     assert "Gradients" in verdict.text
 
 
+@pytest.mark.parametrize(("gain", "kind"), [(0.5, "vanishing"), (3.0, "explosion")])
+def test_gradients_are_lost_at_the_first_block_on_their_way_back(gain, kind):
+    found = certify(
+        [Mlp(ShapedActivation("gelu"), gain)] * 9, np.eye(T), normalised=True, band=Band(lost_gradient=30.0)
+    )
+    assert (found.verdict.kind, "Gradients" in found.verdict.text) == (kind, True)
+    lost = [not 1 / 30 < report.backward_mean < 30 for report in found.reports]
+    block = found.verdict.block
+    assert 1 < block < 9
+    assert (lost[block], lost[block + 1 :]) == (True, [False] * (9 - block))
+
+
 def test_a_certificate_is_plain_data():
     certificate = certify(attention_only(ExponentialSPA(), 3), np.eye(T))
     data = json.loads(json.dumps(certificate.as_dict()))

@@ -49,6 +49,12 @@ def test_symmetric_root_squares_back_and_refuses_an_indefinite_matrix():
         kernels.symmetric_root(np.array([[1.0, 2.0], [2.0, 1.0]]))
 
 
+def test_symmetric_root_tells_rounding_from_an_indefinite_matrix():
+    np.testing.assert_allclose(kernels.symmetric_root(np.diag([1.0, -1e-12])), np.diag([1.0, 0.0]), atol=1e-15)
+    with pytest.raises(ValueError, match="smallest eigenvalue is -1e-08"):
+        kernels.symmetric_root(np.diag([1.0, -1e-8]))
+
+
 def test_kernel_of_activations_divides_by_width_and_keeps_leading_axes():
     x = np.random.default_rng(0).normal(size=(2, 3, 7, 11))
     sigma = kernels.of_activations(x)

@@ -27,7 +27,18 @@ TANH = ShapedActivation("tanh", 0.8, 0.3, -0.2, 1.7)
 SIN = ShapedActivation("sin")
 RELU = ShapedActivation("relu")
 LEAKY = ShapedActivation("leaky_relu", 1.3, 0.0, -0.2, 0.9, negative_slope=0.35)
-EVERY = [GELU, DKS_GELU, TANH, SIN, RELU, LEAKY, ShapedActivation("softplus"), ShapedActivation("identity")]
+SHIFTED_GELU = ShapedActivation("gelu", 0.8, 0.0, -0.2, 1.7)
+EVERY = [
+    GELU,
+    SHIFTED_GELU,
+    DKS_GELU,
+    TANH,
+    SIN,
+    RELU,
+    LEAKY,
+    ShapedActivation("softplus"),
+    ShapedActivation("identity"),
+]
 SMOOTH = [f for f in EVERY if not f.rectified]
 
 
@@ -214,13 +225,30 @@ def test_speed_at_length_512():
         (np.array([[1.0, np.nan], [np.nan, 1.0]]), "finite"),
         (np.diag([1.0, -1.0]), "≥ 0"),
         (np.array([[1.0, 1.1], [1.1, 1.0]]), "cosine 1.1"),
+        (np.array([[1.0, 1.00001], [1.00001, 1.0]]), "cosine 1.00001"),
         (np.array([[0.0, 0.1], [0.1, 1.0]]), "K_ii = 0"),
         (np.array([[1.0, 0.2], [0.1, 1.0]]), "symmetric"),
+        (np.array([[1.0, 0.20001], [0.2, 1.0]]), "symmetric"),
     ],
 )
 def test_matrices_that_are_no_kernels(kernel, message):
     with pytest.raises(ValueError, match=message):
         kernel_map(GELU, kernel)
+
+
+def test_rounding_beyond_a_cosine_of_one_is_one():
+    rounded = np.array([[1.0, 1.0 + 5e-7], [1.0 + 5e-7, 1.0]])
+    np.testing.assert_allclose(kernel_map(GELU, rounded), q_map(GELU) * np.ones((2, 2)), rtol=1e-12)
+
+
+@pytest.mark.parametrize("mapped", [kernel_map, derivative_kernel_map])
+def test_gelu_stands_for_its_tanh_form_where_quadrature_ends(mapped):
+    kernel = np.outer([20.0, 30.0, 40.0], [20.0, 30.0, 40.0]) * np.array(
+        [[1, 0.5, -0.2], [0.5, 1, 0.1], [-0.2, 0.1, 1]]
+    )
+    constants = (0.9, 0.0, -0.3, 1.2)
+    exact, tanh = (mapped(ShapedActivation(base, *constants), kernel) for base in ("gelu", "gelu_tanh"))
+    np.testing.assert_array_equal(tanh, exact)
 
 
 def test_other_refusals():

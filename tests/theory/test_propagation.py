@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 from scipy.stats import ortho_group
 
 from skipless.theory import kernels, propagation
@@ -112,6 +113,18 @@ def test_mean_gradient_gain_of_spa_is_one():
     assert propagation.backward(blocks, states)[0].mean() == pytest.approx(1.0, abs=1e-10)
 
 
+def test_norm_gradients_match_a_finite_network():
+    """Those that a norm does not project out, being orthogonal to its input, are divided by the norms of both ends."""
+    draw = torch.Generator().manual_seed(3)
+    x, gradient = (torch.randn(7, 40, dtype=torch.float64, generator=draw) for _ in range(2))
+    x = (x * torch.linspace(0.3, 3.0, 7)[:, None].double()).requires_grad_()
+    gradient -= (gradient * x).sum(-1, keepdim=True) / (x * x).sum(-1, keepdim=True) * x.detach()
+    (before,) = torch.autograd.grad(torch.nn.functional.rms_norm(x, (40,), eps=0.0), x, gradient)
+    start = kernels.of_activations(x.detach().numpy())
+    predicted = Normalise().backward((gradient @ gradient.T).detach().numpy(), start)
+    np.testing.assert_allclose((before @ before.T).numpy(), predicted, atol=1e-11)
+
+
 def test_chain_and_residual_compose():
     kernel = kernels.exponential(0.2, 10)
     attend, mlp = LAYERS[0], LAYERS[2]
@@ -124,6 +137,8 @@ def test_chain_and_residual_compose():
     )
     skip = Residual(attend, Skip(1.0, 0.5))
     np.testing.assert_allclose(skip.forward(kernel), kernel + 0.25 * attend.forward(kernel))
+    through = attend.backward(gradient, kernel)
+    np.testing.assert_allclose(skip.backward(gradient, kernel), gradient + 0.25 * through)
 
 
 def test_individual_sequences_stay_near_the_average_diagonal():

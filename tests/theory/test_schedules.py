@@ -57,6 +57,13 @@ def test_scheduled_steps_equal_the_pairwise_formula(depth):
         assert step.excess == pytest.approx(pair.excess, rel=1e-9)
 
 
+@pytest.mark.parametrize("gamma_final", [1e-9, 1e-12])
+def test_a_single_block_that_nearly_collapses_keeps_its_digits(gamma_final):
+    """λ = a(γ_L) is what is left of 1 − (1−λ²)."""
+    (step,) = schedules.exponential_steps(gamma_final, 1)
+    assert step.lam == pytest.approx(kernels.innovation(gamma_final), rel=1e-12, abs=0.0)
+
+
 @pytest.mark.parametrize(("depth", "alpha", "gamma"), [(36, 0.98, 0.2), (32, 0.9975, 1.0), (36, 0.99, 0.4)])
 def test_skip_adjusted_steps_are_equation_of_appendix_f(depth, alpha, gamma):
     rates = schedules.decay_rates(gamma, depth)
@@ -104,6 +111,17 @@ def test_feasible_correlations_with_skips(alpha, limit):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "geometric"])
+@pytest.mark.parametrize("rho_initial", [0.0, 0.008, 0.3])
+def test_the_largest_correlation_is_where_a_branch_would_need_one(schedule, rho_initial):
+    bound = feasibility.largest_rho_final(0.98, 32, rho_initial, schedule)
+    below, above = bound - 1e-9 * (1.0 - bound), bound + 1e-9 * (1.0 - bound)
+    residuals = [residual for _, residual in schedules.uniform_steps(below, 32, rho_initial, schedule, 0.98)]
+    assert max(residuals) == pytest.approx(1.0, abs=1e-7)
+    with pytest.raises(ValueError, match="ρ_res"):
+        schedules.uniform_steps(above, 32, rho_initial, schedule, 0.98)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "geometric"])
 def test_uniform_skips_compose_to_the_schedule(schedule):
     """α²Σ(ρ_{l−1}) + β²Σ(ρ_res) = Σ(ρ_l). Sec. 3.4."""
     rho = schedules.correlations(0.4, 12, 0.008, schedule)
@@ -118,9 +136,12 @@ def test_geometric_schedule_loses_the_same_share_in_every_block():
 
 
 def test_rounding_helpers_stay_on_the_feasible_side():
-    assert feasibility.round_up(0.13296) > 0.13296
+    assert feasibility.round_up(0.13296) == 0.133
+    assert feasibility.round_up(0.132961) == 0.133
+    assert feasibility.round_up(0.5) == 0.5001
+    assert feasibility.round_up(0.0213, 2) == 0.022
     assert feasibility.round_down(0.937977) == 0.9379
-    assert feasibility.round_up(0.5) > 0.5
+    assert feasibility.round_down(0.5) == 0.4999
     assert feasibility.round_down(0.0) == 0.0
 
 

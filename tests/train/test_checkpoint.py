@@ -11,6 +11,7 @@ from torch import nn
 
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
+from skipless.train import checkpoint
 from skipless.train.checkpoint import load_checkpoint, save_checkpoint
 from skipless.train.optim import OptimizerConfig, build_optimizer
 
@@ -244,6 +245,19 @@ def test_a_kill_while_replacing_a_checkpoint_loses_neither(tmp_path):
     assert_equal(weights(model), states[1])
     save_checkpoint(tmp_path, 1, model, optimizer, {}, keep=1)
     assert names(tmp_path) == ["step-000001"]
+
+
+def test_of_a_replaced_checkpoint_and_its_successor_the_latter_is_taken(tmp_path, monkeypatch):
+    """What a kill leaves between the new one's name and the removal of the old one."""
+    saved(tmp_path, 1)
+    model, optimizer = make()
+    train(model, optimizer, 0, 3)
+    monkeypatch.setattr(checkpoint, "_retire", lambda *_: None)
+    save_checkpoint(tmp_path, 1, model, optimizer, {"ema": 0.25}, keep=1)
+    assert names(tmp_path) == ["step-000001", "step-000001.old"]
+    other, other_optimizer = make(seed=1)
+    assert load_checkpoint(tmp_path, other, other_optimizer) == (1, {"ema": 0.25})
+    assert_equal(weights(other), weights(model))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 from skipless.train import loop, session
 from skipless.train.config import Experiment
-from skipless.train.divergence import Diverged, GradientWatch, advice, diagonal_warning
+from skipless.train.divergence import Diverged, advice
 from skipless.train.log import Display
 from skipless.train.loop import read_result, train
 from skipless.train.metrics import read_metrics
@@ -266,18 +266,6 @@ def test_a_checkpoint_that_is_ruined_already_is_left_behind(experiment, tmp_path
     ]
     assert [record["step"] for record in read_metrics(tmp_path / "run") if "loss" in record][:3] == [5, 6, 10]
     assert (read_result(tmp_path / "run")["steps"], len(displays)) == (24, 1)
-
-
-def test_a_growing_gradient_is_said_once():
-    watch = GradientWatch(window=20, factor=10.0)
-    assert all(watch.see(step, 1.0) is None for step in range(15))
-    assert "15 times" in watch.see(15, 15.0)
-    assert watch.see(16, 15.0) is None
-
-
-def test_a_diagonal_outside_the_band_is_said():
-    assert diagonal_warning(3, {"diagonal_min": 0.5, "diagonal_max": 9.0}) is None
-    assert "outside the certificate's band" in diagonal_warning(3, {"diagonal_min": 0.5, "diagonal_max": 1e5})
 
 
 def test_mistakes_before_training_are_named(experiment, tmp_path):

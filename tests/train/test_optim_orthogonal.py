@@ -1,5 +1,8 @@
 """Matrices kept orthogonal: the iteration by its defining identity, then under every optimiser."""
 
+import math
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -105,6 +108,18 @@ def test_matrices_that_do_not_start_orthogonal_are_refused():
     with pytest.raises(ValueError, match=r"singular values of one of \(32, 32\) are .* --set model.init=orthogonal"):
         build_optimizer(model, OptimizerConfig("muon", keep_orthogonal=ROLES))
     build_optimizer(model, OptimizerConfig("muon", keep_orthogonal=("up", "output")))
+
+
+@pytest.mark.parametrize(("extreme", "taken"), [(0.52, True), (0.48, False), (1.48, True), (1.52, False)])
+def test_singular_values_from_half_to_one_and_a_half_of_their_size_are_taken(extreme, taken):
+    model = Transformer(NETWORK)
+    matrix = model.blocks[0].attention.inner.value.weight
+    rest = math.sqrt((32 - extreme**2) / 31)  # so that their root mean square is 1
+    with torch.no_grad():
+        u, _, v = torch.linalg.svd(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
+        matrix.copy_(u @ torch.tensor([extreme] + 31 * [rest]).diag() @ v)
+    with nullcontext() if taken else pytest.raises(ValueError, match=f"{extreme:.3g}.* times their root mean square"):
+        build_optimizer(model, OptimizerConfig("muon", keep_orthogonal=ROLES))
 
 
 def test_one_that_is_a_little_off_is_taken():

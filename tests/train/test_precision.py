@@ -12,6 +12,7 @@ from skipless.model.transformer import Transformer
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.precision import autocast, loss_scale
 from skipless.train import loop
+from skipless.train import step as step_module
 from skipless.train.config import TrainConfig
 from skipless.train.distributed import World
 from skipless.train.divergence import Diverged, norms_by_block
@@ -57,6 +58,14 @@ def test_a_step_leaves_the_gradients_of_float32_only_rounded(accumulate):
         assert step.gradient_scale == 1.0
     assert errors["fp16"] < 0.01
     assert errors["fp16"] < errors["bf16"] / 4
+
+
+def test_the_scale_is_of_the_tokens_that_go_backward_together(monkeypatch):
+    seen = []
+    monkeypatch.setattr(step_module, "loss_scale", lambda precision, tokens: seen.append(tokens) or 1.0)
+    for accumulate in (1, 4):
+        step_of("fp16", accumulate=accumulate)(0, batch())
+    assert seen == [8 * 32, 2 * 32]
 
 
 def test_gradients_that_float16_cannot_hold_unscaled_are_kept():

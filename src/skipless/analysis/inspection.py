@@ -101,7 +101,7 @@ class Inspection:
 
     def to_json(self) -> str:
         """as_dict as text, with null for what is not a finite number."""
-        return json.dumps(_finite(self.as_dict()), allow_nan=False, ensure_ascii=False)
+        return json.dumps(finite(self.as_dict()), allow_nan=False, ensure_ascii=False)
 
 
 def _rounded(values: np.ndarray) -> list:
@@ -109,9 +109,10 @@ def _rounded(values: np.ndarray) -> list:
     return [[float(f"{value:.4g}") for value in row] for row in values]
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
+    """The same data with null for what is not a finite number, which JSON cannot write."""
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
+        return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,7 +1,6 @@
 """What `skipless kernels` says: table rows, the closing sentence, and everything as data."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from skipless import __version__
+from skipless.analysis.inspection import finite
 from skipless.analysis.study import InputSignal, Study, verdict_words
 from skipless.cli.kernel_request import Request
 from skipless.theory import kernels
@@ -45,7 +45,7 @@ def as_json(request: Request, studies: Sequence[Study]) -> str:
     else:
         data |= {"input": asdict(request.signals[0]), "blocks": list(request.blocks)}
         data["networks"] = [_network_data(study, request.blocks) for study in studies]
-    return json.dumps(_finite(data), allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(finite(data), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _network_data(study: Study, blocks: Sequence[int]) -> dict[str, Any]:
@@ -127,12 +127,3 @@ def _of_inputs(signals: Sequence[InputSignal]) -> Report:
 
 def _short(value: float) -> str:
     return f"{value:.3g}"
-
-
-def _finite(data: Any) -> Any:
-    """The same data with null for what is not a finite number, which JSON cannot write."""
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -85,11 +85,6 @@ class TokenLoader:
         self.rank, self.world, self.documents = rank, world, documents
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.windows, seed, epoch))
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """How many steps see each window once."""
-        return self.windows / self.batch_size
-
     def window_ids(self, step: int) -> np.ndarray:
         """The windows that this rank sees at `step`, (batch_size / world,)."""
         if step < 0:
@@ -125,17 +120,17 @@ class TokenLoader:
         pin = _is_cuda(device)
         return Prefetch((self._rows(self.window_ids(step), pin) for step in _count(start)), device, ahead)
 
-    def sweep(self, device: torch.device | str | None = None, ahead: int = 4) -> "Prefetch":
+    def sweep(self) -> "Prefetch":
         """Every window once and in order, for evaluation. All ranks get equally many batches.
 
         The last batch may be smaller, and has no rows for some ranks where it does not reach all of them.
         """
-        return Prefetch(self._sweep(_is_cuda(device)), device, ahead)
+        return Prefetch(self._sweep())
 
-    def _sweep(self, pin: bool) -> Iterator[Batch]:
+    def _sweep(self) -> Iterator[Batch]:
         for first in range(0, self.windows, self.batch_size):
             windows = np.arange(first, min(first + self.batch_size, self.windows))
-            yield self._rows(np.array_split(windows, self.world)[self.rank], pin)
+            yield self._rows(np.array_split(windows, self.world)[self.rank])
 
 
 def _count(start: int) -> Iterator[int]:

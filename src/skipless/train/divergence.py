@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from skipless.model.transformer import Transformer
+from skipless.theory.certificate import Band
 from skipless.train.optim.twins import gradient_of
 
 
@@ -44,9 +45,9 @@ class GradientWatch:
         )
 
 
-def diagonal_warning(step: int, summary: dict[str, float], band: float = 1e3) -> str | None:
-    """A warning when a probe's squared norms have left the certificate's band [1/band, band]."""
-    low, high = summary["diagonal_min"], summary["diagonal_max"]
+def diagonal_warning(step: int, summary: dict[str, float]) -> str | None:
+    """A warning when a probe's squared norms have left the certificate's band."""
+    low, high, band = summary["diagonal_min"], summary["diagonal_max"], Band().lost_norm
     if 1.0 / band <= low and high <= band:
         return None
     return f"step {step}: squared activation norms span [{low:.3g}, {high:.3g}], outside the certificate's band."

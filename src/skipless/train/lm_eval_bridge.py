@@ -34,13 +34,12 @@ def run_lm_eval(
     *,
     limit: int | None = None,
     length: int | None = None,
-    batch_size: int | None = None,
 ) -> dict[str, TaskResult]:
     """The tasks' results by lm-eval's own code, on the device and in the precision of the model's weights.
 
-    folder holds the local files; None goes to the hub. length is as in score_tasks. batch_size: 64 on a GPU, else 16.
+    folder holds the local files; None goes to the hub. length is as in score_tasks.
     """
-    scores = raw_results(model, tokenizer, names, folder, limit=limit, length=length, batch_size=batch_size)
+    scores = raw_results(model, tokenizer, names, folder, limit=limit, length=length)
     return {name: result_of(name, scores) for name in names}
 
 
@@ -52,7 +51,6 @@ def raw_results(
     *,
     limit: int | None = None,
     length: int | None = None,
-    batch_size: int | None = None,
 ) -> dict[str, Any]:
     """What lm_eval.simple_evaluate returns; tasks are called skipless_boolq and so on."""
     lm_eval = _lm_eval()
@@ -63,7 +61,7 @@ def raw_results(
         pretrained=SkiplessForCausalLM.from_native(model.eval(), hf_tokenizer),
         tokenizer=hf_tokenizer,
         backend="causal",
-        batch_size=batch_size or (64 if device.type == "cuda" else 16),
+        batch_size=64 if device.type == "cuda" else 16,
         max_length=length or model.config.length,
         device=str(device),
     )

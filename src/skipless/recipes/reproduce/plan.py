@@ -28,9 +28,9 @@ def outcomes(item: Item, setting: Setting, records: Mapping[str, Record], arms: 
     return {arm.name: outcome_of(item, arm, setting, records) for arm in item.chosen(setting.scale, arms)}
 
 
-def total(item: Item, setting: Setting, arms: Arms = ()) -> int:
+def total(item: Item, setting: Setting) -> int:
     """How many runs the item takes if no best rate lies at an edge, and each ladder takes one more length."""
-    chosen = item.chosen(setting.scale, arms)
+    chosen = item.chosen(setting.scale)
     finals = sum(_final_count(item, len(arm.lengths(setting.scale)), setting) for arm in chosen)
     climbs = (len(chosen) - 1) * bool(item.ladder)
     return len(chosen) * setting.rates + finals + climbs + len(chosen) * bool(item.ladder)
