@@ -195,3 +195,10 @@ def test_tensors_with_gradients_of_their_own_run_where_none_is_asked_for():
     shape = ExponentialShape.between(0.5, 0.4)
     found, want = (shaped_attention(q, k, v, shape, impl=impl) for impl in ("flex", "reference"))
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_is_kept_serves_training_after_inference_mode():
+    blocks._causal.cache_clear()
+    with torch.inference_mode():
+        blocks.causal_block_mask(5, 300, DEVICE)
+    assert not blocks.causal_block_mask(5, 300, DEVICE).kv_indices.is_inference()
