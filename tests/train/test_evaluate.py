@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -196,6 +197,24 @@ def test_text_joined_is_what_prepare_makes_of_it_after_an_end(model):
     result = evaluate_text(model, tokenizer, texts, Windowing(16))
     assert (result.tokens, result.bytes) == (len(tokens) - 1, sum(len(text.encode()) for text in texts))
     assert result.loss * result.tokens == pytest.approx(brute_force(model, tokens, 16), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [16, 200])
+def test_packed_text_is_scored_as_packed_tokens_are(model, length):
+    tokenizer = ByteTokenizer()
+    texts = ["abc", "naïve", "x" * 40]
+    tokens = np.concatenate([[tokenizer.end], tokenizer.encode_documents(texts)]).astype(np.int64)
+    total = 0.0
+    for start in range(0, len(tokens) - 1, length):
+        row = torch.from_numpy(tokens[start : start + length + 1])
+        begins = [0, *((row[:-1] == tokenizer.end).nonzero()[:, 0] + 1).tolist(), len(row) - 1]
+        for first, last in pairwise(begins):
+            if first < last:
+                logits = model(row[None, first:last])[0].detach().double()
+                total += F.cross_entropy(logits, row[first + 1 : last + 1], reduction="sum").item()
+    result = evaluate_text(model, tokenizer, texts, Windowing(length, packed=True))
+    assert result.loss * result.tokens == pytest.approx(total, rel=1e-6)
+    assert result.loss != pytest.approx(evaluate_text(model, tokenizer, texts, Windowing(length)).loss, rel=1e-6)
 
 
 def test_text_by_document_starts_each_one_anew(model):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import has_magic
 from importlib import import_module
 from itertools import islice
@@ -56,6 +56,8 @@ class EvalResult:
 class Windowing:
     """How text is cut. Documents are joined, each followed by the end token, as in prepared data; or kept separate.
 
+    packed, for joined documents: attention stays within each, as in training with data.packed.
+
     Windows of `length` targets start every `stride` tokens (None: `length`, no overlap) and score what the one before
     did not; a smaller stride gives each token more context, at length/stride times the cost. The text, or each document
     if separate, is preceded by an end token, so that its first token is scored too.
@@ -65,6 +67,7 @@ class Windowing:
     stride: int | None = None
     separate: bool = False
     batch_tokens: int = BATCH_TOKENS
+    packed: bool = False
 
 
 def evaluate_loss(
@@ -189,8 +192,7 @@ def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Win
     rest = len(loader.store) - whole
     if rest > 1 and most > whole:
         tokens = torch.from_numpy(loader.store.read(whole, rest).astype(np.int64))[None]
-        ends = (tokens[:, :-1] == loader.store.end).long()
-        documents = ends.cumsum(dim=1) - ends if loader.documents else None
+        documents = _document_ids(tokens, loader.store.end) if loader.documents else None
         yield _some_rows(Batch(tokens, documents), int(loader.rank == 0), rest - 1)
 
 
@@ -257,7 +259,14 @@ def _text_windows(
         rows = token_windows(_after(start, documents), length, stride)
     while pool := list(islice(rows, _POOL * max(1, windowing.batch_tokens // length))):
         for _, windows in padded_batches(pool, windowing.batch_tokens, few_sizes):
-            yield windows
+            packed = windowing.packed and not windowing.separate
+            yield replace(windows, documents=_document_ids(windows.tokens, end)) if packed else windows
+
+
+def _document_ids(tokens: Tensor, end: int) -> Tensor:
+    """Of the inputs of rows (batch, T+1), as a loader counts them: an end token belongs to what it ends."""
+    ends = (tokens[:, :-1] == end).long()
+    return ends.cumsum(dim=1) - ends
 
 
 def _after(start: np.ndarray, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
