@@ -14,6 +14,7 @@ from skipless.data.training import Bytes
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
+from skipless.theory.schemes import ExponentialSPA
 from skipless.train import scoring as scoring_module
 from skipless.train.evaluate import EvalResult, Windowing, evaluate_loss, evaluate_text, token_bytes
 from skipless.train.scoring import Row, Windows, padded_batches, scoring, token_windows
@@ -188,6 +189,18 @@ def test_rows_keep_their_order_and_padding_changes_nothing(model, few_sizes):
         with torch.no_grad():
             steps = model(tokens[None, :-1])[0].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
         assert value == pytest.approx(float(steps[-row.scored :].sum()), abs=1e-4)
+
+
+def test_a_network_that_ends_at_its_length_is_not_padded_beyond_it():
+    scheme = ExponentialSPA(0.5, 0.05, calibration="exact")
+    exact = build(scheme=scheme)
+    gpu = torch.device("cuda")
+    assert scoring_module.wants_few_sizes(build().config, gpu)
+    assert not scoring_module.wants_few_sizes(build().config, torch.device("cpu"))
+    rows = [Row(np.arange(size), 2) for size in (17, 9)]
+    with scoring(exact) as scorer:
+        for _, windows in padded_batches(rows, 64, scoring_module.wants_few_sizes(exact.config, gpu)):
+            assert scorer.log_probs(windows).isfinite().all()
 
 
 def test_text_joined_is_what_prepare_makes_of_it_after_an_end(model):

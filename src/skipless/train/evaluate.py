@@ -20,9 +20,11 @@ from skipless.train.scoring import (
     Precision,
     Windows,
     check_vocabulary,
+    config_of,
     padded_batches,
     scoring,
     token_windows,
+    wants_few_sizes,
 )
 
 _POOL = 64  # batches of rows read before they are sorted by length
@@ -117,7 +119,7 @@ def evaluate_text(
     windowing = windowing or Windowing()
     documents = _Documents(held_out_texts(texts) if isinstance(texts, str | Path) else texts, tokenizer, max_tokens)
     place = torch.device(device) if device else next(model.parameters()).device
-    windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=place.type == "cuda")
+    windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=wants_few_sizes(config_of(model), place))
     nats, tokens, _ = _sums(model, windows, device, precision, None)
     return EvalResult.of(nats, tokens, documents.bytes)
 
