@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skipless.hf import SkiplessForCausalLM
+from skipless.model.fold import fold
 
 
 @torch.no_grad()
@@ -58,29 +59,53 @@ def test_bfloat16_loads_as_the_native_model_cast(any_native, tokens, tmp_path):
     assert parts.dtype == torch.float32
 
 
-def test_missing_weights_are_initialised_and_the_loaded_ones_kept(any_native, tmp_path):
-    wrapped = SkiplessForCausalLM.from_native(any_native)
+def rewrite(folder, change) -> None:
+    """Replace the weights in a folder by change(weights)."""
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+
+
+def test_missing_weights_are_refused_and_not_drawn_at_random(any_native, tmp_path):
+    SkiplessForCausalLM.from_native(any_native).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda weights: {name: w for name, w in weights.items() if "blocks.1." not in name})
+    with pytest.raises(ValueError, match=r"not those of this network: model\.blocks\.1\..* more missing.*strict=False"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_other_sizes_may_be_asked_for_and_the_rest_is_kept(any_native, tmp_path):
+    SkiplessForCausalLM.from_native(any_native).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=61, ignore_mismatched_sizes=True)
+    for name, value in loaded.model.state_dict().items():
+        assert torch.equal(value, any_native.state_dict()[name]) or name == "embedding.weight"
+    torch.testing.assert_close(loaded.lm_head.weight.std(), torch.tensor(32**-0.5), rtol=0.1, atol=0)
+
+
+def test_weights_without_a_place_are_refused(wrapped, tmp_path):
     wrapped.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    gone = [name for name in weights if "blocks.1." in name or name == "model.norm.weight"]
-    save_file({n: w for n, w in weights.items() if n not in gone}, tmp_path / "model.safetensors", {"format": "pt"})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    state = loaded.state_dict()
-    for name, value in weights.items():
-        if name not in gone:
-            assert torch.equal(state[name], value), name
-    block = loaded.model.blocks[1]
-    query = block.attention.inner.query.weight
-    assert (query == 0).all() if any_native.config.query_key == "zero-query" else (query != 0).any()
-    width = torch.eye(32)
-    torch.testing.assert_close(block.attention.inner.output.weight @ block.attention.inner.output.weight.T, width)
-    if any_native.config.norm == "pre":
-        assert (block.attention.norm.weight == 1).all()
-        assert (loaded.model.norm.weight == 1).all()
-    if any_native.config.attention_skip.trainable:
-        assert block.attention.residual == 0
-    if block.attention.inner.value_gains is not None:
-        assert (block.attention.inner.value_gains == 1).all()
+    with pytest.raises(ValueError, match=r"model\.blocks\.3\..* more without a place"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, depth=3)
+
+
+def test_an_unembedding_of_its_own_is_refused(wrapped, tokens, tmp_path):
+    wrapped.save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda weights: weights | {"lm_head.weight": weights["model.embedding.weight"].clone()})
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, wrapped(tokens).logits)
+    rewrite(tmp_path, lambda weights: weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
+    with pytest.raises(ValueError, match=r"lm_head\.weight other than the embedding"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_what_loading_found_is_told_on_request(wrapped, tmp_path):
+    wrapped.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(loaded, SkiplessForCausalLM)
+    assert not info["missing_keys"]
+
+
+def test_a_folded_network_is_not_saved_under_the_unfolded_config(native, tokens, tmp_path):
+    folded = SkiplessForCausalLM.from_native(fold(native.double()))
+    assert folded.generate(tokens, max_new_tokens=2).shape == (3, 22)
+    with pytest.raises(ValueError, match=r"folded.*FoldedTransformer\.load"):
+        folded.save_pretrained(tmp_path)
 
 
 def test_a_model_can_be_built_without_memory(wrapped):

@@ -176,6 +176,8 @@ def test_errors_say_what_to_do():
     with pytest.raises(ValueError, match="integers shaped"):
         decode(model, tokens_of(1, 3).float(), cache)
     decode(model, tokens_of(1, 3), cache)
+    with pytest.raises(ValueError, match="past is 0 and the cache holds 3 locations: give past=3"):
+        model(tokens_of(1, 3), caches=cache)
     with pytest.raises(ValueError, match="one KVCache per batch"):
         decode(model, tokens_of(2, 3), cache)
     encoder = Transformer(model.config.replace(causal=False, head="token", classes=3))

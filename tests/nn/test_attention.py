@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from skipless.nn.attention import AttentionOptions, ShapedAttention
+from skipless.ops import triton
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
 
 WIDTH, HEADS, T = 32, 4, 20
@@ -72,6 +73,20 @@ def test_shape_parts_stay_in_float32_and_out_of_the_checkpoint():
     module(torch.randn(1, T, WIDTH, dtype=torch.bfloat16))
     assert module._parts.dtype == torch.float32
     assert set(module.state_dict()) == {f"{name}.weight" for name in ("query", "key", "value", "output")}
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "triton"])
+def test_a_module_first_used_in_inference_mode_can_be_trained(impl):
+    if impl == "triton" and not triton.INSTALLED:
+        pytest.skip("triton is not installed")
+    module = ShapedAttention(64, HEADS, SPA[2], None, AttentionOptions(impl=impl))
+    x = torch.randn(1, T, 64)
+    device = torch.device("cuda" if impl == "triton" and torch.cuda.is_available() else "cpu")
+    module, x = module.to(device), x.to(device)
+    with torch.inference_mode():
+        module(x)
+    module(x).sum().backward()
+    assert module.value.weight.grad is not None
 
 
 def test_longer_sequences_extend_shorter_ones():

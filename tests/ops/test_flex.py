@@ -187,3 +187,18 @@ def test_a_prepared_mask_is_found_by_compiled_blocks(packed, monkeypatch):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert len(graphs) == 1
     assert not any("argsort" in target or "scatter" in target for target in graphs[0])
+
+
+@torch.no_grad()
+def test_tensors_with_gradients_of_their_own_run_where_none_is_asked_for():
+    q, k, v = tensors(1, 2, 40, 64, requires_grad=True)
+    shape = ExponentialShape.between(0.5, 0.4)
+    found, want = (shaped_attention(q, k, v, shape, impl=impl) for impl in ("flex", "reference"))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_that_is_kept_serves_training_after_inference_mode():
+    blocks._causal.cache_clear()
+    with torch.inference_mode():
+        blocks.causal_block_mask(5, 300, DEVICE)
+    assert not blocks.causal_block_mask(5, 300, DEVICE).kv_indices.is_inference()

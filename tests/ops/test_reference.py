@@ -130,6 +130,15 @@ def test_beyond_the_training_length_the_start_is_unchanged(kind):
     torch.testing.assert_close(long[:, :, :90], short, rtol=0, atol=1e-12)
 
 
+def test_a_gain_that_is_a_number_keeps_the_precision_of_the_queries():
+    q, k, v = (normal(1, HEADS, 40, 8) for _ in range(3))
+    number, tensor = (
+        shaped_attention(q, k, v, SHAPES["uniform"], impl="reference", bias_gain=gain)
+        for gain in (0.3, torch.tensor(0.3, dtype=torch.float64))
+    )
+    assert torch.equal(number, tensor)
+
+
 @pytest.mark.parametrize("kind", SHAPES)
 def test_parts_between_is_theory_bias(kind):
     """Up to a constant per row, which a softmax forgets."""

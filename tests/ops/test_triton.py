@@ -30,6 +30,7 @@ def test_what_the_kernels_refuse():
         ("bias_gain", q, spa, {"bias_gain": 1.0}),
         ("score_bias", q, spa, {"score_bias": torch.zeros(8, 8)}),
         ("float64", q.double(), spa, {}),
+        ("(bfloat16|q is on cpu)", q.bfloat16(), spa, {}),
         ("head_width is 24, .*16, 32, 64", torch.randn(1, 2, 8, 24), spa, {}),
         ("dense table", q, DenseShape(torch.eye(8).numpy()), {}),
     ]:

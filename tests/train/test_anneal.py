@@ -59,6 +59,15 @@ def test_at_every_alpha_it_is_the_network_built_for_it(scheme, hidden):
     assert model.config == config(0.0, scheme=scheme, hidden=hidden)
 
 
+def test_a_network_that_was_first_used_in_inference_mode_can_be_annealed_and_trained():
+    model = network()
+    with torch.inference_mode():
+        model(IDS)
+    SkipAnneal(model, SkipCourse(0.9, begin=0, end=6))(3)
+    model(IDS, targets=IDS).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_the_average_kernel_keeps_its_diagonal_at_every_alpha():
     """What "recalibrated" means: unit norms all the way down, for each α of the course."""
     model, start = network(activation=dks("gelu", 12), depth=12), kernels.uniform(0.05, 24)

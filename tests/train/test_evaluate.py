@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from skipless.data.training import Bytes
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
+from skipless.theory.schemes import ExponentialSPA
 from skipless.train import scoring as scoring_module
 from skipless.train.evaluate import EvalResult, Windowing, evaluate_loss, evaluate_text, token_bytes
 from skipless.train.scoring import Row, Windows, padded_batches, scoring, token_windows
@@ -189,6 +191,18 @@ def test_rows_keep_their_order_and_padding_changes_nothing(model, few_sizes):
         assert value == pytest.approx(float(steps[-row.scored :].sum()), abs=1e-4)
 
 
+def test_a_network_that_ends_at_its_length_is_not_padded_beyond_it():
+    scheme = ExponentialSPA(0.5, 0.05, calibration="exact")
+    exact = build(scheme=scheme)
+    gpu = torch.device("cuda")
+    assert scoring_module.wants_few_sizes(build().config, gpu)
+    assert not scoring_module.wants_few_sizes(build().config, torch.device("cpu"))
+    rows = [Row(np.arange(size), 2) for size in (17, 9)]
+    with scoring(exact) as scorer:
+        for _, windows in padded_batches(rows, 64, scoring_module.wants_few_sizes(exact.config, gpu)):
+            assert scorer.log_probs(windows).isfinite().all()
+
+
 def test_text_joined_is_what_prepare_makes_of_it_after_an_end(model):
     tokenizer = ByteTokenizer()
     texts = ["abc", "naïve", "x" * 40]
@@ -196,6 +210,24 @@ def test_text_joined_is_what_prepare_makes_of_it_after_an_end(model):
     result = evaluate_text(model, tokenizer, texts, Windowing(16))
     assert (result.tokens, result.bytes) == (len(tokens) - 1, sum(len(text.encode()) for text in texts))
     assert result.loss * result.tokens == pytest.approx(brute_force(model, tokens, 16), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [16, 200])
+def test_packed_text_is_scored_as_packed_tokens_are(model, length):
+    tokenizer = ByteTokenizer()
+    texts = ["abc", "naïve", "x" * 40]
+    tokens = np.concatenate([[tokenizer.end], tokenizer.encode_documents(texts)]).astype(np.int64)
+    total = 0.0
+    for start in range(0, len(tokens) - 1, length):
+        row = torch.from_numpy(tokens[start : start + length + 1])
+        begins = [0, *((row[:-1] == tokenizer.end).nonzero()[:, 0] + 1).tolist(), len(row) - 1]
+        for first, last in pairwise(begins):
+            if first < last:
+                logits = model(row[None, first:last])[0].detach().double()
+                total += F.cross_entropy(logits, row[first + 1 : last + 1], reduction="sum").item()
+    result = evaluate_text(model, tokenizer, texts, Windowing(length, packed=True))
+    assert result.loss * result.tokens == pytest.approx(total, rel=1e-6)
+    assert result.loss != pytest.approx(evaluate_text(model, tokenizer, texts, Windowing(length)).loss, rel=1e-6)
 
 
 def test_text_by_document_starts_each_one_anew(model):

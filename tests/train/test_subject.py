@@ -18,7 +18,7 @@ from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import save_checkpoint
 from skipless.train.config import DataConfig, Experiment, TrainConfig
 from skipless.train.distributed import join_world
-from skipless.train.evaluate import Windowing, evaluate_loss, evaluate_text
+from skipless.train.evaluate import Windowing, evaluate_loss, evaluate_text, held_out_texts
 from skipless.train.run import read_experiment
 from skipless.train.subject import find_tokenizer, load_subject
 from skipless.train.weights import save_weights
@@ -70,6 +70,21 @@ def test_a_run_is_evaluated_as_it_validated(run, model, folder):
         for own in (False, True)
     )
     assert values["loss"] == pytest.approx(packed, rel=1e-6) != pytest.approx(joined, rel=1e-6)
+
+
+def test_text_too_is_read_as_the_run_was_trained(run, model, tmp_path):
+    (tmp_path / "other.txt").write_text(TEXT, encoding="utf-8")
+    arguments = ["eval", str(run), "--corpus", str(tmp_path / "other.txt"), "--device", "cpu", "--json", "-"]
+    for packed in (False, True):
+        experiment = read_experiment(run).override(f"data.packed={str(packed).lower()}")
+        (run / "experiment.json").write_text(experiment.to_json())
+        result = CliRunner().invoke(app, arguments)
+        assert ("within documents" in result.stderr) == packed
+        (values,) = json.loads(result.stdout)["texts"].values()
+        documents = list(held_out_texts(tmp_path / "other.txt"))
+        assert len(documents) > 1
+        expected = evaluate_text(model, ByteTokenizer(), documents, Windowing(16, packed=packed))
+        assert values["loss"] == pytest.approx(expected.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize(

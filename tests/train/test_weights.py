@@ -6,6 +6,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from skipless.model.config import ModelConfig
+from skipless.model.fold import fold
 from skipless.model.transformer import Transformer
 from skipless.train.checkpoint import load_model, load_weights, save_weights
 
@@ -103,3 +104,9 @@ def test_a_file_without_settings(path):
 def test_only_a_transformer_has_settings(tmp_path):
     with pytest.raises(ValueError, match="this is a Linear"):
         save_weights(torch.nn.Linear(1, 1), tmp_path / "x")
+
+
+def test_a_folded_network_is_not_written_under_settings_it_no_longer_has(tmp_path):
+    with pytest.raises(ValueError, match="folded"):
+        save_weights(fold(make()), tmp_path / "x")
+    assert not (tmp_path / "x").exists()

@@ -33,7 +33,7 @@ class Precision(StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to evaluate, whatever is evaluated. packed: attention within the documents of prepared data."""
+    """How to evaluate, whatever is evaluated. packed: attention within documents, as the run was trained."""
 
     length: int
     packed: bool
@@ -58,7 +58,7 @@ Corpus = Annotated[
     str | None, _option("A file, folder, glob, prepared folder or named corpus (the run's own data).", _TEXT)
 ]
 Stride = Annotated[int | None, _option("Tokens scored per window; fewer give each more context (all).", _TEXT)]
-Separate = Annotated[bool, _option("Score each document by itself, not joined.", _TEXT, "--separate")]
+Separate = Annotated[bool, _option("Score each document by itself, not joined as in training.", _TEXT, "--separate")]
 MaxTokens = Annotated[int | None, _option("Tokens of text to score (all).", _TEXT)]
 Tasks = Annotated[str | None, _option("boolq,hellaswag,winogrande,piqa,siqa, or all.", _TASKS)]
 TasksFolder = Annotated[Path | None, _option("Folder of the tasks' .jsonl files, plain or packed.", _TASKS)]
@@ -141,11 +141,13 @@ def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[st
         corpus = str(subject.validation)
     if (Path(corpus) / MANIFEST).is_file():
         return {corpus: _prepared(subject, Path(corpus), options)}
+    if options.packed and not options.separate:
+        typer.echo("attention stays within documents, as the run was trained (data.packed)", err=True)
     result = evaluate_text(
         subject.model,
         subject.tokenizer,
         held_out_texts(corpus, options.download),
-        Windowing(options.length, options.stride, options.separate),
+        Windowing(options.length, options.stride, options.separate, packed=options.packed),
         max_tokens=options.max_tokens,
         precision=options.precision,
     )

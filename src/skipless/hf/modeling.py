@@ -1,6 +1,6 @@
 """SkiplessForCausalLM: the native Transformer behind transformers' interface. No mathematics of its own."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.inputs import HFLayerCache, check_position_ids, layout_of
 from skipless.model.config import ModelConfig
+from skipless.model.folded import FoldedTransformer
 from skipless.model.transformer import Transformer
 
 
@@ -55,6 +56,26 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
         config = SkiplessConfig.from_native(model.config, dtype=model.embedding.weight.dtype, **ids)
         wrapper = cls(config, native=model)
         return wrapper.train(model.training)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but a file of weights that are not this network's, one for one, is an error.
+
+        transformers would leave the missing ones at random, and drop those that have no place.
+        """
+        told = kwargs.pop("output_loading_info", False)
+        model, info = cast(tuple[Any, dict], super().from_pretrained(*args, output_loading_info=True, **kwargs))
+        _check_loaded(model, info, args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        return (model, info) if told else model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. A folded network's matrices are not those its config tells of, so it is refused."""
+        if isinstance(self.model, FoldedTransformer):
+            raise ValueError(
+                "this network is folded, and its config describes the unfolded one: keep it with .model.save(path), "
+                "which FoldedTransformer.load reads, or save the network it was folded from"
+            )
+        super().save_pretrained(*args, **kwargs)
 
     def forward(  # noqa: PLR0913  (transformers' signature)
         self,
@@ -152,6 +173,28 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
         """Rows that resize_token_embeddings adds; everything else is initialised by the native model."""
         if isinstance(module, nn.Embedding | nn.Linear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.width**-0.5)
+
+
+def _check_loaded(model: SkiplessForCausalLM, info: dict[str, Any], place: Any) -> None:
+    faults = [
+        f"{_listed(info[kind])} {words}"
+        for kind, words in (("missing_keys", "missing"), ("unexpected_keys", "without a place"))
+        if info[kind]
+    ]
+    head, embedding = cast(Tensor, model.lm_head.weight), model.model.embedding.weight
+    if head is not embedding and head.device == embedding.device != torch.device("meta"):
+        faults += [] if torch.equal(head, embedding) else ["lm_head.weight other than the embedding it is tied to"]
+    if faults:
+        raise ValueError(
+            f"the weights in {place} are not those of this network: {'; '.join(faults)}. Load them with the config "
+            "they were saved with; to start another network from some of them, build it and use "
+            "load_state_dict(…, strict=False)"
+        )
+
+
+def _listed(names: Iterable[str], most: int = 4) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
 
 
 @contextmanager

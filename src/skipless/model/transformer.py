@@ -76,6 +76,8 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"tokens are shaped {tuple(tokens.shape)}; they must be (batch, T): tokens[None] for one row"
             )
+        if caches is not None and layout is None:
+            _check_past(caches, past)
         x = self.embed(tokens)
         if caches is None and x.is_cuda:
             layout = next(self.each_block()).layers()[0].prepare(x, layout)
@@ -163,6 +165,13 @@ def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions
     attention = ShapedAttention(config.width, config.heads, shape, config.kv_heads, options)
     mlp = MLP(config.width, config.hidden, config.shaped_activation, config.mlp_bias) if config.hidden else None
     return Block.build(attention, mlp, config.width, (config.attention_skip, config.mlp_skip), config.norm)
+
+
+def _check_past(caches: Sequence[LayerCache], past: int) -> None:
+    """Caches that count what they hold must hold `past` locations: others would turn and weigh tokens out of place."""
+    held = getattr(caches[0], "length", past)
+    if held != past:
+        raise ValueError(f"past is {past} and the cache holds {held} locations: give past={held}, or use decode(…)")
 
 
 def _loss_of_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, real: Tensor) -> Tensor:

@@ -167,7 +167,8 @@ class ShapedAttention(nn.Module):
         kept = self._parts
         if kept is None or kept.device != device or kept.dtype != dtype or not _serves(kept, length):
             shape = PlainShape(self.shape.causal) if isinstance(self.shape, IdentityShape) else self.shape
-            self._parts = kept = _build_parts(shape, length, device, dtype)
+            with torch.inference_mode(False):  # kept, and training may come after
+                self._parts = kept = _build_parts(shape, length, device, dtype)
         return kept
 
     @torch.no_grad()

@@ -74,12 +74,12 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if isinstance(shape, AttentionShape):
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
         extent = k.shape[-2] if layout is None or layout.extent is None else layout.extent
         shape = ShapeParts.of(shape, extent, q.device, dtype)
     if isinstance(bias_gain, int | float):
-        bias_gain = torch.tensor(float(bias_gain), device=q.device)
+        bias_gain = torch.tensor(float(bias_gain), device=q.device, dtype=dtype)
     request = Request(q, k, v, shape, layout, bias_gain, score_bias).check()
     with torch.autocast(q.device.type, enabled=False):
         return _implementation(impl, request).attend(request)

@@ -75,7 +75,8 @@ def causal_block_mask(queries: int, keys: int, device: torch.device) -> BlockMas
 
 @lru_cache(maxsize=64)
 def _causal(queries: int, keys: int, device: torch.device) -> BlockMask:
-    return block_mask(Layout.continuing(keys - queries, queries, device), causal=True)
+    with torch.inference_mode(False):  # kept, and training may come after
+        return block_mask(Layout.continuing(keys - queries, queries, device), causal=True)
 
 
 def _after(past: int):

@@ -29,9 +29,10 @@ def attend(request: Request) -> Tensor:
     """
     q = request.q
     layout = None if request.layout is None or request.in_order else request.layout.for_rows(q.shape[0])
-    values = _run(
-        q, request.k, request.v, _score_mod(request, layout), _block_mask(request, layout), request.groups > 1
-    )
+    tensors = (q, request.k, request.v)
+    if not request.needs_grad:  # torch's CPU kernel refuses leaves that would have a gradient, under no_grad too
+        tensors = tuple(tensor.detach() for tensor in tensors)
+    values = _run(*tensors, _score_mod(request, layout), _block_mask(request, layout), request.groups > 1)
     row_scale = _along_queries(request, layout, request.parts.row_scale).to(request.compute_dtype)
     row_scale = row_scale[:, None] if layout is None else row_scale[:, None, :, None]
     return (values.to(request.compute_dtype) * row_scale).to(q.dtype)

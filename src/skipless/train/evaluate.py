@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import has_magic
 from importlib import import_module
 from itertools import islice
@@ -20,9 +20,11 @@ from skipless.train.scoring import (
     Precision,
     Windows,
     check_vocabulary,
+    config_of,
     padded_batches,
     scoring,
     token_windows,
+    wants_few_sizes,
 )
 
 _POOL = 64  # batches of rows read before they are sorted by length
@@ -56,6 +58,8 @@ class EvalResult:
 class Windowing:
     """How text is cut. Documents are joined, each followed by the end token, as in prepared data; or kept separate.
 
+    packed, for joined documents: attention stays within each, as in training with data.packed.
+
     Windows of `length` targets start every `stride` tokens (None: `length`, no overlap) and score what the one before
     did not; a smaller stride gives each token more context, at length/stride times the cost. The text, or each document
     if separate, is preceded by an end token, so that its first token is scored too.
@@ -65,6 +69,7 @@ class Windowing:
     stride: int | None = None
     separate: bool = False
     batch_tokens: int = BATCH_TOKENS
+    packed: bool = False
 
 
 def evaluate_loss(
@@ -114,7 +119,7 @@ def evaluate_text(
     windowing = windowing or Windowing()
     documents = _Documents(held_out_texts(texts) if isinstance(texts, str | Path) else texts, tokenizer, max_tokens)
     place = torch.device(device) if device else next(model.parameters()).device
-    windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=place.type == "cuda")
+    windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=wants_few_sizes(config_of(model), place))
     nats, tokens, _ = _sums(model, windows, device, precision, None)
     return EvalResult.of(nats, tokens, documents.bytes)
 
@@ -189,8 +194,7 @@ def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Win
     rest = len(loader.store) - whole
     if rest > 1 and most > whole:
         tokens = torch.from_numpy(loader.store.read(whole, rest).astype(np.int64))[None]
-        ends = (tokens[:, :-1] == loader.store.end).long()
-        documents = ends.cumsum(dim=1) - ends if loader.documents else None
+        documents = _document_ids(tokens, loader.store.end) if loader.documents else None
         yield _some_rows(Batch(tokens, documents), int(loader.rank == 0), rest - 1)
 
 
@@ -257,7 +261,14 @@ def _text_windows(
         rows = token_windows(_after(start, documents), length, stride)
     while pool := list(islice(rows, _POOL * max(1, windowing.batch_tokens // length))):
         for _, windows in padded_batches(pool, windowing.batch_tokens, few_sizes):
-            yield windows
+            packed = windowing.packed and not windowing.separate
+            yield replace(windows, documents=_document_ids(windows.tokens, end)) if packed else windows
+
+
+def _document_ids(tokens: Tensor, end: int) -> Tensor:
+    """Of the inputs of rows (batch, T+1), as a loader counts them: an end token belongs to what it ends."""
+    ends = (tokens[:, :-1] == end).long()
+    return ends.cumsum(dim=1) - ends
 
 
 def _after(start: np.ndarray, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

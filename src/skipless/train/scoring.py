@@ -93,7 +93,7 @@ class Scorer:
     def row_log_likelihoods(self, rows: Sequence[Row], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
         """The log-likelihood of each row's scored tokens, float64, in the order of `rows`."""
         sums = np.zeros(len(rows))
-        for index, windows in padded_batches(rows, batch_tokens, self.device.type == "cuda"):
+        for index, windows in padded_batches(rows, batch_tokens, wants_few_sizes(self.model.config, self.device)):
             assert windows.scored is not None
             each = self.log_probs(windows).double().cpu()
             owner = windows.scored.nonzero()[:, 0]
@@ -150,6 +150,11 @@ def scoring(
             yield Scorer(cast(LanguageModel, inner), place)
     finally:
         inner.train(training)
+
+
+def wants_few_sizes(config: ModelConfig, device: torch.device) -> bool:
+    """Whether batches are best padded to few sizes: on a GPU, unless attention ends at the calibrated length."""
+    return device.type == "cuda" and config.most_locations is None
 
 
 def padded_batches(

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from skipless.data.shards import write_whole
 from skipless.model.config import ModelConfig
+from skipless.model.folded import FoldedTransformer
 from skipless.model.transformer import Transformer
 from skipless.train.collective import on_main
 from skipless.train.disk import storing
@@ -28,9 +29,12 @@ def save_weights(model: nn.Module, path: Path) -> None:
     The file is there with all of its bytes or not at all.
     """
     tensors = model_tensors(model, StateDictOptions(full_state_dict=True, cpu_offload=True))
-    config = next((module.config for module in model.modules() if isinstance(module, Transformer)), None)
-    if config is None:
+    inner = next((module for module in model.modules() if isinstance(module, Transformer)), None)
+    if inner is None:
         raise ValueError(f"save_weights writes a Transformer with its settings; this is a {type(model).__name__}")
+    if isinstance(inner, FoldedTransformer):
+        raise ValueError("this network is folded, and no longer the one of its settings: use its own save(path)")
+    config = inner.config
 
     def write() -> None:
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

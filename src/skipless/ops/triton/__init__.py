@@ -61,6 +61,8 @@ def refusal(request: Request) -> str | None:
         return "the package triton is not installed; it comes with torch's CUDA builds"
     if not (q.is_cuda or _interpreted()):
         return f"q is on {q.device.type}; on a CPU the kernels run only under TRITON_INTERPRET=1, to be tested"
+    if not q.is_cuda and q.dtype == torch.bfloat16:
+        return "Triton's interpreter does not multiply in bfloat16, and gives wrong numbers"
     return None
 
 
