@@ -58,6 +58,13 @@ def test_longer_training_is_held_against_pre_ln_of_its_own_corpus(name: str, cor
     assert any("in at most 6 times its steps" in band.claim() for band in item.bands)
 
 
+def test_query_key_has_every_start_of_section_3_3(text: Text) -> None:
+    arms = {arm.name: arm.model(SCALES["small"], text) for arm in ITEMS["query-key"].arms}
+    assert {model.query_key for model in arms.values()} == {"zero-query", "zero-key", "small"}
+    assert [name for name, model in arms.items() if model.bias_gain] == ["bias-gain"]
+    assert {arm.name for arm in ITEMS["query-key"].chosen(SCALES["small"])} == {"zero-query", "sigma-0.1", "sigma-1"}
+
+
 def test_rounding_takes_its_runs_in_bfloat16_from_depth(text: Text) -> None:
     scale = SCALES["small"]
     for depth in (36, 72, 108):
