@@ -1,7 +1,7 @@
 """Items on longer training, on other optimisers, on kernels and on downstream tasks.
 
-Bands were written before the first run at this size. That of the optimisers is ours: the paper uses Adam throughout and
-leaves better optimisers to later work (Sec. 4, "Longer training").
+Bands were written before the first run at this size. That of the optimisers is ours: the paper uses Adam throughout, as
+second-order optimisers for transformers "are not well established" (Sec. 4, "Longer training").
 """
 
 from skipless.recipes import paper
