@@ -44,6 +44,27 @@ def test_arms_of_an_item_are_equal_but_for_what_they_compare(item: Item, text: T
     assert len({run_key(experiment, text) for experiment in experiments}) == len(item.arms)
 
 
+@each_item
+def test_an_item_is_of_one_corpus(item: Item) -> None:
+    """All its arms are trained on one text, and measured against one baseline."""
+    assert len({arm.corpus for arm in item.arms}) == 1
+
+
+@pytest.mark.parametrize(("name", "corpus", "ratio"), [("longer", "wikitext103", 4.5), ("c4-longer", "c4", 5.0)])
+def test_longer_training_is_held_against_pre_ln_of_its_own_corpus(name: str, corpus: str, ratio: float) -> None:
+    item = ITEMS[name]
+    assert item.arm(item.baseline).preset == f"{corpus}/pre-ln"
+    assert [printed.value for printed in item.arm("e-spa").printed if printed.quantity == "steps_ratio"] == [ratio]
+    assert any("in at most 6 times its steps" in band.claim() for band in item.bands)
+
+
+def test_query_key_has_every_start_of_section_3_3(text: Text) -> None:
+    arms = {arm.name: arm.model(SCALES["small"], text) for arm in ITEMS["query-key"].arms}
+    assert {model.query_key for model in arms.values()} == {"zero-query", "zero-key", "small"}
+    assert [name for name, model in arms.items() if model.bias_gain] == ["bias-gain"]
+    assert {arm.name for arm in ITEMS["query-key"].chosen(SCALES["small"])} == {"zero-query", "sigma-0.1", "sigma-1"}
+
+
 def test_rounding_takes_its_runs_in_bfloat16_from_depth(text: Text) -> None:
     scale = SCALES["small"]
     for depth in (36, 72, 108):
@@ -189,7 +210,7 @@ def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean small\?"):
         scale_named("smal")
     assert [item.name for item in items_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
-    assert len(items_named(["all"])) == len(ITEMS) == 21
+    assert len(items_named(["all"])) == len(ITEMS) == 22
 
 
 def test_two_arms_of_one_name_are_refused() -> None:

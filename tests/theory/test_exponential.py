@@ -82,6 +82,14 @@ def test_the_filter_applies_the_matrix(rates, repeat_rate):
     np.testing.assert_allclose(exponential.apply(step, repeat_rate, values), direct, atol=1e-10)
 
 
+@pytest.mark.parametrize("gamma", [700.0, 900.0, 1e6])
+def test_locations_far_apart_are_as_good_as_uncorrelated(gamma):
+    """e^γ overflows from 710 on; the diagonal is 1 there all the same."""
+    np.testing.assert_array_equal(exponential.mean_diagonal(gamma, 0.05, 5), np.ones(5))
+    near, far = (ExponentialStep.between(rate, 0.3) for rate in (gamma, np.inf))
+    np.testing.assert_array_equal(exponential.attention(near, 0.05, 5), exponential.attention(far, 0.05, 5))
+
+
 def test_row_sums_without_repeats_have_a_closed_form():
     """D_n = y* + (1−y*) e^{−γ'n} with y* = M_out/M_in, M² = coth(γ/2)."""
     step = ExponentialStep.between(0.4, 0.05)

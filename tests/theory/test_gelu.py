@@ -1,3 +1,4 @@
+import mpmath
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,3 +37,30 @@ def test_derivative_moment_is_the_slope():
     step = 1e-6
     rise = gelu.pair_moment(0.7 + step, 1.3, 2.1) - gelu.pair_moment(0.7 - step, 1.3, 2.1)
     assert gelu.derivative_pair_moment(0.7, 1.3, 2.1) == pytest.approx(rise / (2 * step), rel=1e-8)
+
+
+@pytest.mark.parametrize("variance", [1e-12, 1.0, 1e6, 1e10, 1e16, 1e20])
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+def test_large_variances_lose_no_digits(variance, ratio):
+    """GELU is a ReLU there, with E[φ'(u)φ'(v)] → ½ at c = √(pq) and 0 at −√(pq); both against 120 digits."""
+    other = ratio * variance
+    edge = float(np.sqrt(variance * other))
+    for covariance in (edge, 0.5 * edge, 0.0, -0.5 * edge, -edge):
+        value, slope = _in_many_digits(covariance, variance, other)
+        scale = 1e-13 * edge
+        assert gelu.pair_moment(covariance, variance, other) == pytest.approx(value, rel=1e-13, abs=scale)
+        assert gelu.derivative_pair_moment(covariance, variance, other) == pytest.approx(slope, rel=1e-13, abs=1e-13)
+
+
+def _in_many_digits(c: float, p: float, q: float) -> tuple[float, float]:
+    with mpmath.workdps(120):
+        c, p, q = (mpmath.mpf(each) for each in (c, p, q))
+        if abs(c * c - p * q) < 1e-14 * p * q:  # √(pq) as a double: the edge is meant
+            c = mpmath.sign(c) * mpmath.sqrt(p * q)
+        outer = (1 + p) * (1 + q)
+        both = mpmath.mpf(1) / 4 + mpmath.asin(c / mpmath.sqrt(outer)) / (2 * mpmath.pi)
+        density = 1 / (2 * mpmath.pi * mpmath.sqrt(outer - c**2))
+        curve = 1 / (1 + p) + 1 / (1 + q) - 1
+        even = p * q + c**2 * curve
+        slope = both + c * density * (1 + 2 * curve) + density * c / (outer - c**2) * even
+        return float(c * both + density * even), float(slope)

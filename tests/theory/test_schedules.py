@@ -1,3 +1,5 @@
+import re
+
 import mpmath
 import numpy as np
 import pytest
@@ -97,6 +99,55 @@ def test_feasible_decay_rates_explain_the_papers_grids(depth, alpha, bound):
     assert schedules.exponential_steps(suggested, depth, alpha)[0].lam > 0
     with pytest.raises(ValueError, match=f"use gamma_final ≥ {suggested}"):
         schedules.exponential_steps(exact * 0.99, depth, alpha)
+
+
+@pytest.mark.parametrize(("depth", "gamma"), [(1, 1e-30), (1, 0.005), (2, 1e-6), (36, 1e-30), (36, 0.2)])
+def test_at_the_largest_skip_weight_a_step_is_finite_or_refused(depth, gamma):
+    """λ_α is 0 at the bound, so that rounding decides; it must decide for the check and for the step alike."""
+    alpha = feasibility.largest_skip_weight(gamma, depth)
+    for _ in range(30):
+        alpha = float(np.nextafter(alpha, 0.0))
+        steps = _unless_refused("not positive (App. F)", schedules.exponential_steps, gamma, depth, alpha)
+        assert all(np.isfinite(step.excess) and step.gamma_out > 0 for step in steps)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "geometric"])
+@pytest.mark.parametrize(("depth", "alpha", "initial"), [(1, 0.9, 0.008), (36, 0.98, 0.008), (36, 0.999, 0.5)])
+def test_at_the_largest_correlation_the_error_is_that_of_the_skip(depth, alpha, initial, schedule):
+    rho = feasibility.largest_rho_final(alpha, depth, initial, schedule)
+    for _ in range(30):
+        rho = float(np.nextafter(rho, 0.0))
+        arguments = rho, depth, initial, schedule, alpha
+        steps = _unless_refused("needs a residual branch", schedules.uniform_steps, *arguments)
+        assert all(after < 1 for _, after in steps)
+
+
+def _unless_refused(words, make, *arguments):
+    """What it makes, or nothing where it is refused in these words."""
+    try:
+        return make(*arguments)
+    except ValueError as error:
+        if words not in str(error):
+            raise
+        return []
+
+
+@pytest.mark.parametrize(("depth", "alpha", "gamma"), [(1, 0.3, 1e-30), (36, 0.5, 1e-30), (300, 0.9, 1e-300)])
+def test_both_hints_of_an_infeasible_skip_work_at_tiny_decay_rates(depth, alpha, gamma):
+    with pytest.raises(ValueError, match="gamma_final ≥ ") as caught:
+        schedules.exponential_steps(gamma, depth, alpha)
+    rate, weight = (float(text) for text in re.findall(r"[≥≤] ([0-9.]+(?:e-?[0-9]+)?)", str(caught.value)))
+    assert schedules.exponential_steps(rate, depth, alpha)[0].lam > 0
+    assert schedules.exponential_steps(gamma, depth, weight)[0].lam > 0
+
+
+def test_the_hint_of_an_infeasible_correlation_is_above_the_inputs():
+    with pytest.raises(ValueError, match="use rho_final ≤ ") as caught:
+        schedules.uniform_steps(0.8, 36, 0.29, "linear", 0.999999)
+    rho = float(str(caught.value).split("≤ ")[1].split()[0])
+    assert all(
+        0.29 <= before < after < 1 for before, after in schedules.uniform_steps(rho, 36, 0.29, "linear", 0.999999)
+    )
 
 
 @pytest.mark.parametrize(("alpha", "limit"), [(0.98, 0.572), (0.995, 0.250)])

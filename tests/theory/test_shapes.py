@@ -150,3 +150,9 @@ def test_standard_and_value_skip_init_do_not_depend_on_depth_or_skips():
 def test_bad_requests_are_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_non_causal_decay_rates_that_rounding_defeats_are_named():
+    """Locations that coincide to rounding have no square root to speak of; no calibration would help."""
+    with pytest.raises(ValueError, match="use decay rates above 1e-13, at which 64 locations coincide to rounding"):
+        SymmetricExponentialShape(ExponentialShape.between(1e-12, 1e-13).step).dense(64)

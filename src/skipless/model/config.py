@@ -93,6 +93,8 @@ class ModelConfig:
         """Whether looked-up rows are multiplied by √d, so that Σ_0 has a unit diagonal (App. H).
 
         All but the standard networks that normalise a growing stream, such as Pre-LN.
+        Departs: App. H says it of the proposed vanilla methods alone. Here also of norm-free baselines, whose norms
+        would otherwise start at 1/d, and of SPA with skips, which assumes a unit diagonal.
         """
         standard = isinstance(self.scheme, StandardAttention) and self.norm != "none" and not self.skipless
         return not standard

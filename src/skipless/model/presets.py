@@ -35,8 +35,9 @@ def _c4(scheme: Scheme, **fields) -> Callable[..., ModelConfig]:
     return _builder({"depth": 32, "length": 2048, "scheme": scheme, **fields})
 
 
-# Departs: App. H starts all but the proposed methods from Gaussian matrices. Here every network starts orthogonal, so
-# that those which are compared differ in nothing else; init="gaussian" is the other way.
+# Departs: App. H calls Gaussian matrices the default, Sec. 3 assumes orthogonal ones, and which of them the baselines
+# had is not said. Here every network starts orthogonal, so that those which are compared differ in nothing else;
+# init="gaussian" is the other way.
 def _builder(base: dict) -> Callable[..., ModelConfig]:
     return lambda **changes: ModelConfig(**{**base, **changes})
 
@@ -68,6 +69,11 @@ def _skipless(dataset: Callable) -> dict[str, Callable[..., ModelConfig]]:
 
 
 def _wikitext103_presets() -> dict[str, Callable[..., ModelConfig]]:
+    """Besides the skipless ones, Fig. 3 (skips) and Fig. 11 (stable).
+
+    Departs: Fig. 3's one α for both skips is not in the text, nor Fig. 11's β with LN. Here α = .98, with the lowest
+    γ_L of App. H's grid at which it is feasible, .2; β is .1 without LN, the paper's best, and .2 with.
+    """
     spa = ExponentialSPA(0.2, REPEAT_RATE)
     joint = Skip.normalised(0.98)
     return {
@@ -86,7 +92,7 @@ def _c4_presets() -> dict[str, Callable[..., ModelConfig]]:
     """Table 2 with the weights of Table 7, (α_attn, α_mlp) with LN / without.
 
     Departs: the paper's γ_L is not printed per row; 1 is the grid's only feasible rate at α = .9975. Its ρ_L = .8 is
-    infeasible for U-SPA at these α, so the largest feasible values are used (.56 and .24).
+    infeasible for U-SPA at these α, where it must be below .572 and .250; .56 and .24 are used.
     """
     normalised = Skip.normalised
     standard, spa = StandardAttention(), ExponentialSPA(1.0, REPEAT_RATE)

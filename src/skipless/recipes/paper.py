@@ -32,7 +32,7 @@ class Printed:
 PRE_LN_LOSS = 1.76
 PLATEAU = 7.5
 ORTHOGONAL_GAIN = 0.15
-STEPS_RATIO = {"wikitext103": 4.5, "c4": 5.0}  # Fig. 14 and 4b: vanilla E-SPA against Pre-LN
+STEPS_RATIO = {"wikitext103": 4.5, "c4": 5.0}  # vanilla E-SPA to Pre-LN: Fig. 14, validation; 4b, training ("around 5")
 
 # Table 1, training loss after 100K steps on WikiText-103. The paper has ±.8 for U-SPA with GELU, probably .08.
 TABLE_1: dict[str, tuple[float, float]] = {

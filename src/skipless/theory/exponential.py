@@ -132,8 +132,8 @@ def converged_length(step: ExponentialStep) -> int:
 
 
 def _rise(gamma: float) -> float:
-    """M − 1 with M² − 1 = 2/(e^γ−1), so that nothing is subtracted for large γ."""
-    square = 2.0 / np.expm1(gamma)
+    """M − 1 with M² − 1 = 2e^{−γ}/(1−e^{−γ}), so that for large γ nothing is subtracted, and nothing overflows."""
+    square = 2.0 * np.exp(-gamma) / -np.expm1(-gamma)
     return float(square / (1.0 + np.sqrt(1.0 + square)))
 
 

@@ -50,7 +50,10 @@ def check_skip_weight(skip_weight: float) -> None:
 
 def smallest_gamma_final(skip_weight: float, depth: int) -> float:
     """The γ_L at which App. F's λ_α reaches 0: −½ ln(1−α^{2L}). Feasible rates lie above it."""
-    return -0.5 * math.log(-math.expm1(2 * depth * math.log(skip_weight))) if skip_weight > 0 else 0.0
+    if skip_weight == 0.0:
+        return 0.0
+    passing = 2 * depth * math.log(skip_weight)  # ln α^{2L}
+    return -0.5 * (math.log1p(-math.exp(passing)) if passing < -1.0 else math.log(-math.expm1(passing)))
 
 
 def largest_skip_weight(gamma_final: float, depth: int) -> float:
@@ -58,9 +61,9 @@ def largest_skip_weight(gamma_final: float, depth: int) -> float:
     return math.exp(math.log(-math.expm1(-2.0 * gamma_final)) / (2 * depth))
 
 
-def check_exponential_skip(gamma_final: float, depth: int, skip_weight: float) -> None:
-    """App. F needs λ_α = √((λ_0²−α²)/(1−α²)) to be real and positive."""
-    if skip_weight < largest_skip_weight(gamma_final, depth):
+def check_exponential_skip(lam_squared: float, gamma_final: float, depth: int, skip_weight: float) -> None:
+    """App. F needs λ_α² = (λ_0²−α²)/(1−α²) to be positive; given as it was computed, whatever its rounding."""
+    if lam_squared > 0.0:
         return
     gamma = round_up(smallest_gamma_final(skip_weight, depth))
     alpha = round_down(largest_skip_weight(gamma_final, depth))
@@ -84,15 +87,19 @@ def largest_rho_final(skip_weight: float, depth: int, rho_initial: float, schedu
     return (beta2 + alpha2 * rho_initial / depth) / (beta2 + alpha2 / depth)
 
 
-def check_uniform_skip(rho_final: float, depth: int, skip_weight: float, rho_initial: float, schedule: str) -> None:
-    """Sec. 3.4 needs ρ_res = (ρ_l−α²ρ_{l−1})/β² < 1 in every block."""
-    bound = largest_rho_final(skip_weight, depth, rho_initial, schedule)
-    if rho_final < bound:
+def check_uniform_skip(
+    rho_residual: float, rho_final: float, depth: int, skip_weight: float, rho_initial: float, schedule: str
+) -> None:
+    """Sec. 3.4 needs ρ_res = (ρ_l−α²ρ_{l−1})/β² < 1 in every block; given the largest, as it was computed."""
+    if rho_residual < 1.0:
         return
+    bound = largest_rho_final(skip_weight, depth, rho_initial, schedule)
+    digits = next((n for n in (4, 8, 12) if round_down(bound, n) > rho_initial), 16)
     hint = "" if schedule == "geometric" else " (schedule='geometric' reaches higher)"
     raise ValueError(
         f"rho_final={rho_final} with skip_weight={skip_weight} over {depth} blocks needs a residual branch with "
-        f"ρ_res = (ρ_l−α²ρ_(l−1))/β² ≥ 1 (Sec. 3.4); with this skip weight use rho_final ≤ {round_down(bound)}{hint}"
+        f"ρ_res = (ρ_l−α²ρ_(l−1))/β² ≥ 1 (Sec. 3.4); with this skip weight use rho_final ≤ "
+        f"{round_down(bound, digits)}{hint}"
     )
 
 

@@ -1,7 +1,7 @@
 """A kernel through a network: each layer beside its map of Σ forward and of the gradient's kernel backward.
 
 Forward, Σ = X Xᵀ/d. Backward, G = E[g gᵀ] over locations, g the gradient at each; both maps are exact in the wide
-limit, and attention's at any width when its weights are orthogonal (He et al. 2023, Sec. 3 and App. G).
+limit, and attention's at any width when its weights are orthogonal (He et al. 2023, Sec. 3 and App. H).
 """
 
 from collections.abc import Callable, Sequence

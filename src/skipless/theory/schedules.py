@@ -54,10 +54,12 @@ def exponential_steps(gamma_final: float, depth: int, skip_weight: float = 0.0) 
     """
     check_skip_weight(skip_weight)
     tau = _tau(gamma_final, depth)
-    check_exponential_skip(gamma_final, depth, skip_weight)
     rates = decay_rates(gamma_final, depth)
     lost = -np.expm1(-tau) / (1.0 - skip_weight**2)  # 1 − λ_α²
-    lam = np.sqrt(1.0 - lost) if skip_weight else np.exp(-0.5 * tau)
+    # λ_α², by whichever form loses fewer digits
+    lam_squared = 1.0 - lost if tau < 1.0 else (np.exp(-tau) - skip_weight**2) / (1.0 - skip_weight**2)
+    check_exponential_skip(float(lam_squared), gamma_final, depth, skip_weight)
+    lam = np.sqrt(lam_squared) if skip_weight else np.exp(-0.5 * tau)
     steps = []
     for level in range(1, depth + 1):
         kept_in = np.exp(-tau * (level - 1))
@@ -77,8 +79,8 @@ def uniform_steps(
     """(ρ_in, ρ_out) per block; with a normalised skip α, ρ_out is the residual branch's (ρ_l−α²ρ_{l−1})/(1−α²)."""
     check_skip_weight(skip_weight)
     rho = correlations(rho_final, depth, rho_initial, schedule)
-    check_uniform_skip(rho_final, depth, skip_weight, rho_initial, schedule)
     residual = rho[:-1] + np.diff(rho) / (1.0 - skip_weight**2)
+    check_uniform_skip(float(residual.max()), rho_final, depth, skip_weight, rho_initial, schedule)
     return [(float(before), float(after)) for before, after in zip(rho[:-1], residual, strict=True)]
 
 

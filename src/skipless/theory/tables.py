@@ -40,7 +40,8 @@ class SymmetricExponentialShape(AttentionShape):
         matrix = np.linalg.solve(root_in, root_out).T
         average = kernels.uniform(self.repeat_rate, length)
         norm_in, norm_out = (np.sqrt(np.diagonal(root @ average @ root)) for root in (root_in, root_out))
-        return non_negative(matrix * norm_in[None, :] / norm_out[:, None], "non-causal E-SPA")
+        instead = f"decay rates above {self.step.gamma_out:g}, at which {length} locations coincide to rounding"
+        return non_negative(matrix * norm_in[None, :] / norm_out[:, None], "non-causal E-SPA", instead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +87,14 @@ class RescaledShape(AttentionShape):
         return self.scales[: _check_table(length, len(self.scales), self.causal)]
 
 
-def non_negative(matrix: np.ndarray, name: str) -> np.ndarray:
+def non_negative(matrix: np.ndarray, name: str, instead: str = "calibration='paper'") -> np.ndarray:
     """The matrix with rounding-sized negative entries set to 0; refuses larger ones, which no softmax can make."""
     lowest = matrix.min()
     if lowest < -1e-12 * max(np.abs(matrix).max(), 1.0):
         i, j = np.unravel_index(matrix.argmin(), matrix.shape)
         raise ValueError(
             f"{name} needs attention {lowest:.3g} from location {i} to {j}, and a softmax gives none below 0; "
-            "use calibration='paper'"
+            f"use {instead}"
         )
     return np.maximum(matrix, 0.0)
 

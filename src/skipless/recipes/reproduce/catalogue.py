@@ -14,6 +14,7 @@ ITEMS: dict[str, Item] = {
         items_skips.SKIPS,
         items_skips.C4,
         items_skips.C4_SKIPS,
+        items_more.C4_LONGER,
         items_more.LONGER,
         items_skipless.DEPTH,
         items_skipless.QUERY_KEY,

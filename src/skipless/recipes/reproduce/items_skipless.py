@@ -168,20 +168,25 @@ def _scaled(sigma: float, core: bool = True) -> Arm:
 QUERY_KEY = Item(
     "query-key",
     "The scale of queries and keys at initialisation",
-    "Fig. 8",
+    "Fig. 8, and Sec. 3.3 in words",
     (
         Arm("zero-query", "W_Q = 0", "wikitext103/e-spa", printed=paper.train_loss("e-spa")),
         _scaled(0.01, core=False),
         _scaled(0.1),
         _scaled(0.3, core=False),
         _scaled(1.0),
+        Arm("zero-key", "W_K = 0", "wikitext103/e-spa", {"query_key": "zero-key"}, core=False),
+        Arm("bias-gain", "W_Q = 0, a trained gain on B", "wikitext103/e-spa", {"bias_gain": True}, core=False),
     ),
     (
         Match("sigma-0.1", "zero-query", 0.1),
         Match("zero-query", "sigma-0.1", 0.1),
         Lower("sigma-0.1", "sigma-1"),
     ),
-    note="The figure's scales are not printed; these span what its text describes.",
+    note=(
+        "The figure's scales are not printed; these span what its text describes. Of W_K = 0, and of a gain on the "
+        "bias, the paper says that they perform like W_Q = 0, and like none."
+    ),
 )
 
 
