@@ -41,6 +41,37 @@ def test_it_is_cross_entropy_of_dense_logits_with_its_gradients(chunk, biased):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_that_do_not_count_are_as_if_they_were_not_there(chunk, biased):
+    hidden, weight, bias, targets = problem()
+    inputs = (hidden, weight, bias) if biased else (hidden, weight)
+    counted = torch.arange(21, device=DEVICE).reshape(3, 7) % 3 == 1
+    spoilt = torch.where(counted[..., None], hidden, torch.nan)
+    bias = bias if biased else None
+    ours = linear_cross_entropy(spoilt, weight, targets.masked_fill(~counted, -100), bias, counted=counted, chunk=chunk)
+    theirs = F.cross_entropy(F.linear(hidden[counted], weight, bias), targets[counted])
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.tensor(0.37, dtype=torch.float64, device=DEVICE)
+    for a, b in zip(*(torch.autograd.grad(loss, inputs, upstream) for loss in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_one_row_among_thousands_keeps_its_digits():
+    hidden, weight, _, targets = problem((1, 4096), classes=100, dtype=torch.float32)
+    counted = torch.zeros_like(targets, dtype=torch.bool)
+    counted[0, 7] = True
+    ours = linear_cross_entropy(hidden, weight, targets, counted=counted)
+    torch.testing.assert_close(ours, dense(hidden[:, 7:8], weight, targets[:, 7:8]), rtol=1e-6, atol=0)
+
+
+def test_no_row_that_counts_is_a_loss_of_0_and_no_gradient():
+    hidden, weight, _, targets = problem()
+    loss = linear_cross_entropy(hidden, weight, targets, counted=torch.zeros_like(targets, dtype=torch.bool))
+    assert loss == 0
+    assert all(not slope.any() for slope in torch.autograd.grad(loss, (hidden, weight)))
+
+
 def test_gradcheck():
     hidden, weight, bias, targets = problem()
     assert torch.autograd.gradcheck(
@@ -111,6 +142,8 @@ def test_mistakes_are_named(change, words):
         linear_cross_entropy(*change(hidden, weight, targets))
     with pytest.raises(ValueError, match="chunk is 0"):
         linear_cross_entropy(hidden, weight, targets, chunk=0)
+    with pytest.raises(ValueError, match=r"counted is torch.int64 shaped \(3, 7\); it must be torch.bool"):
+        linear_cross_entropy(hidden, weight, targets, counted=targets)
 
 
 def test_a_target_that_is_no_class_is_not_swallowed():

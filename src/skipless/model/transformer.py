@@ -140,7 +140,8 @@ class Transformer(nn.Module):
             return linear_cross_entropy(_mean_over_tokens(hidden, layout), weight, targets, bias)
         if layout is None or layout.query_documents is None:
             return linear_cross_entropy(hidden, weight, targets, bias)
-        return _loss_of_tokens(hidden, weight, bias, targets, layout.query_documents != PADDING)
+        real = (layout.query_documents != PADDING).expand(targets.shape)
+        return linear_cross_entropy(hidden, weight, targets, bias, counted=real)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -172,19 +173,6 @@ def _check_past(caches: Sequence[LayerCache], past: int) -> None:
     held = getattr(caches[0], "length", past)
     if held != past:
         raise ValueError(f"past is {past} and the cache holds {held} locations: give past={held}, or use decode(…)")
-
-
-def _loss_of_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, real: Tensor) -> Tensor:
-    """The mean over real tokens, without a shape that depends on how many there are.
-
-    Padding enters as 0 with target 0: a loss that depends on the bias alone, and is taken off again.
-    """
-    real = real.expand(targets.shape)
-    clean = hidden.masked_fill(~real[..., None], 0.0)
-    mean = linear_cross_entropy(clean, weight, targets.masked_fill(~real, 0), bias)
-    empty = math.log(weight.shape[0]) if bias is None else bias.float().logsumexp(0) - bias[0].float()
-    count = real.sum()
-    return (mean * real.numel() - empty * (real.numel() - count)) / count.clamp(min=1)
 
 
 def _mean_over_tokens(hidden: Tensor, layout: Layout | None) -> Tensor:

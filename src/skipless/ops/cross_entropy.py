@@ -10,7 +10,13 @@ _LOGITS_AT_ONCE = 2**28
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    counted: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """−mean log softmax(hidden·weightᵀ + bias)[targets], what F.cross_entropy gives on dense logits.
 
@@ -20,15 +26,22 @@ def linear_cross_entropy(
     for float64), and so is the sum of the weight's gradient over chunks. In float16, which ends at 6e-8, that gradient
     is of the sum over rows until then: a loss that is scaled up with their number (see `loss_scale`) loses nothing.
 
+    counted, boolean and shaped like targets: the mean is over those rows alone, whatever the others and their targets
+    hold; 0 if there is none. No shape depends on how many there are, so a CUDA graph may hold it.
+
     A target outside 0 … classes−1 makes the loss NaN on a GPU, where checking would wait for the device; elsewhere it
     is a RuntimeError.
     """
     _check(hidden, weight, targets, chunk)
+    if counted is not None:
+        _check_counted(counted, targets)
+        hidden, targets = hidden.masked_fill(~counted[..., None], 0.0), targets.masked_fill(~counted, 0)
+        counted = counted.reshape(-1)
     kind = hidden.device.type
     rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
     size = max(1, _LOGITS_AT_ONCE // weight.shape[0]) if chunk is None else chunk
     chunks = -(-len(rows) // size)
-    arguments = (rows, weight, bias, targets.reshape(-1), -(-len(rows) // chunks))
+    arguments = (rows, weight, bias, targets.reshape(-1), counted, -(-len(rows) // chunks))
     with torch.autocast(kind, enabled=False):
         tensors = (rows, weight, bias)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -38,27 +51,34 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
-        loss, gradients = _forward(rows, weight, bias, targets, chunk, needed=ctx.needs_input_grad[:3])
+    def forward(
+        ctx, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, counted: Tensor | None, chunk: int
+    ) -> Tensor:
+        loss, gradients = _forward(rows, weight, bias, targets, counted, chunk, needed=ctx.needs_input_grad[:3])
         ctx.save_for_backward(*gradients)
-        ctx.missing, ctx.kinds = (
-            _share(rows) / len(rows),
-            [None if t is None else t.dtype for t in (rows, weight, bias)],
-        )
+        ctx.missing = _share(rows) / _count(rows, counted)
+        ctx.kinds = [None if t is None else t.dtype for t in (rows, weight, bias)]
         return loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream: Tensor):
-        factor = upstream[0] if ctx.missing == 1.0 else upstream[0] * ctx.missing
+        whole = isinstance(ctx.missing, float) and ctx.missing == 1.0
+        factor = upstream[0] if whole else upstream[0] * ctx.missing
         found = zip(ctx.saved_tensors, ctx.kinds, strict=True)
-        return (*(None if t is None else (t * factor.to(t.dtype)).to(kind) for t, kind in found), None, None)
+        return (*(None if t is None else (t * factor.to(t.dtype)).to(kind) for t, kind in found), None, None, None)
 
 
 def _forward(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, needed: tuple[bool, ...]
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    counted: Tensor | None,
+    chunk: int,
+    needed: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and the gradients of rows, weight and bias, times len(rows)/_share(rows); None where not needed.
+    """The loss, and the gradients of rows, weight and bias, times _count/_share; None where not needed.
 
     Those of weight and bias are in float32 at least, which a sum over many rows may need.
     """
@@ -67,18 +87,29 @@ def _forward(
     losses = torch.empty(len(rows), dtype=exact, device=rows.device)
     slopes = torch.empty_like(rows) if needed[0] else None
     total = bias_total = None
-    for part, target, loss, slope in zip(
-        *(t.split(chunk) for t in (rows, targets, losses)), _split(slopes, len(rows), chunk), strict=True
+    several = (_split(tensor, len(rows), chunk) for tensor in (slopes, counted))
+    for part, target, loss, slope, mask in zip(
+        *(t.split(chunk) for t in (rows, targets, losses)), *several, strict=True
     ):
         logits = part @ matrix.mT if bias is None else torch.addmm(bias.to(rows.dtype), part, matrix.mT)
         _each_row(logits, target, loss, _share(rows), any(needed))
+        if mask is not None:
+            loss.mul_(mask)
+            if any(needed):
+                logits.mul_(mask[:, None])
         if slope is not None:
             torch.mm(logits, matrix, out=slope)
         if needed[1]:
             total = _add(total, _exact_product(logits.mT, part, exact))
         if needed[2]:
             bias_total = _add(bias_total, logits.sum(dim=0, dtype=exact))
-    return losses.mean(), [slopes, total, bias_total]
+    mean = losses.mean() if counted is None else losses.sum() / _count(losses, counted)
+    return mean, [slopes, total, bias_total]
+
+
+def _count(losses: Tensor, counted: Tensor | None) -> int | Tensor:
+    """How many rows the mean is over; for none of them 1."""
+    return len(losses) if counted is None else counted.sum().clamp(min=1)
 
 
 def _share(rows: Tensor) -> int:
@@ -138,3 +169,11 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None) -
         raise ValueError(f"hidden is shaped {tuple(hidden.shape)}: the mean needs at least one row")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
+
+
+def _check_counted(counted: Tensor, targets: Tensor) -> None:
+    if counted.shape != targets.shape or counted.dtype != torch.bool:
+        raise ValueError(
+            f"counted is {counted.dtype} shaped {tuple(counted.shape)}; it must be torch.bool shaped "
+            f"{tuple(targets.shape)}, as the targets are"
+        )

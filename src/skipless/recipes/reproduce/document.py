@@ -54,7 +54,8 @@ def markdown(summary: Summary, figure: str = "") -> str:
     parts += [f"{item.note}\n"] if item.note else []
     parts.append(_how(summary))
     if figure:
-        parts.append(f"![Training curves, and the rates tried]({figure})\n")
+        shown = "Kernels by block and step" if item.measure == "probes" else "Training curves, and the rates tried"
+        parts.append(f"![{shown}]({figure})\n")
     if found := grid(item, summary.outcomes):
         words = f"; in brackets the steps to the loss of {item.baseline}, over its own" if item.baseline else ""
         parts.append(f"## At a glance: training loss{words}\n\n{table(*found)}")
