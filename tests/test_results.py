@@ -1,0 +1,59 @@
+"""What is committed under results/ and told in the README is what the logs say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from skipless.cli.reproduce_run import Request, _setting
+from skipless.recipes.reproduce.catalogue import ITEMS
+from skipless.recipes.reproduce.document import as_json, gather, markdown
+from skipless.recipes.reproduce.log import ResultsFolder
+from skipless.recipes.reproduce.scale import SCALES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+FOLDER = ResultsFolder(ROOT / "results", "small")
+DONE = sorted(file.name.removesuffix("-small.json") for file in (ROOT / "results").glob("*-small.json"))
+
+
+def summary(name: str):
+    setting = _setting(Request((name,), "small", tables_only=True), SCALES["small"], FOLDER)
+    return gather(ITEMS[name], setting, FOLDER.records)
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_pages_are_made_from_the_logs_as_they_are(name):
+    found = summary(name)
+    data, page = ((ROOT / "results" / f"{name}-small.{kind}").read_text() for kind in ("json", "md"))
+    assert json.loads(data) == json.loads(json.dumps(as_json(found))) | {"skipless": json.loads(data)["skipless"]}
+    assert page == markdown(found, f"{name}-small.png")
+
+
+def rows(head: str) -> list[list[str]]:
+    """The cells of the README's table whose head begins so."""
+    lines = README[README.index(head) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_readme_has_the_losses_and_ratios_of_the_optimisers():
+    data = as_json(summary("optimisers"))
+    found = {row["arm"]: row for row in data["tables"]["train_loss"] if row["multiple"] == 1.0}
+    ratios = {line["arm"]: f" ({line['steps to the baseline']}×)" for line in data["ratios"]}
+    networks, ways = ("pre-ln", "e-spa", "e-spa-skip", "u-spa", "v-skipinit"), ("adam", "muon", "soap", "muon-vo")
+    arms = [[found[f"{network}/{way}"] for way in ways] for network in networks]
+    expected = [[f"{arm['ours']:.2f}{ratios.get(arm['label'], '')}" for arm in line] for line in arms]
+    told = [[cell.replace("0.90×", "0.9×") for cell in row[1:]] for row in rows("| | Adam | Muon | SOAP")]
+    assert told == expected
+
+
+@pytest.mark.parametrize("row", rows("| table | what came out"), ids=lambda row: row[0].split("]")[0][1:])
+def test_the_readme_counts_claims_that_hold_and_fail(row):
+    page = (ROOT / re.search(r"\((.+?\.md)\)", row[0])[1]).read_text()
+    held, failed, not_run = (page.count(f"| {mark} |") for mark in ("pass", "**fail**", "not run"))
+    word = re.match(r"(\d+) of (\d+)( that have run)?( fails?| hold)?$", row[2])
+    assert word, row[2]
+    assert int(word[2]) == held + failed
+    assert int(word[1]) == (failed if "fail" in (word[4] or "") else held)
+    assert bool(word[3]) == bool(not_run)
