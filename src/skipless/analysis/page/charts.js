@@ -65,7 +65,7 @@ function verticalScale(spec, series) {
   let values = series.flatMap((s) => [s.y, s.low, s.high, s.dots].flatMap((list) => late(s, list))).filter((v) => v !== null);
   const positive = values.filter((v) => v > 0);
   const spread = positive.length ? Math.max(...positive) / Math.min(...positive) : 1;
-  const log = Boolean(spec.mayBeLog) && positive.length > 0 && spread > 30;
+  const log = Boolean(spec.mayBeLog) && positive.length > 0 && spread > (spec.logAbove ?? 30);
   if (log) values = positive;
   if (spec.reference !== undefined) values = values.concat(spec.reference);
   if (spec.include) values = values.concat(spec.include);
@@ -90,12 +90,12 @@ function pathOf(points) {
 }
 
 class Chart {
-  // spec: title, note, xName(x), mayBeLog, reference, include, floor; onPick(x) and onPoint(x or null) tell of the pointer.
+  // spec: title, note, xName(x), mayBeLog, logAbove, reference, include, floor; onPick(x) and onPoint(x or null) tell of the pointer.
   constructor(holder, spec) {
     this.spec = spec;
     this.series = [];
     this.at = null;
-    const box = html(holder, "div", "chart");
+    const box = (this.box = html(holder, "div", "chart"));
     html(box, "h3", "", spec.title);
     html(box, "p", "note", spec.note);
     this.plot = svg(box, "svg", { class: "plot", role: "img", "aria-label": `${spec.title}. ${spec.note}` });
@@ -108,6 +108,7 @@ class Chart {
 
   show(series) {
     this.series = series.filter((s) => s.y.some((v) => v !== null));
+    this.box.hidden = !this.series.length; // nobody shown was measured for it
     this.draw();
   }
 
