@@ -103,7 +103,9 @@ def _tables(data: dict[str, Any]) -> "list[ResultTable]":
     if glance := data.get("glance"):
         tables.insert(0, ResultTable(f"{of}: at a glance", tuple(glance[0]), glance[1:]))
     if ratios := data.get("ratios"):
-        tables.append(ResultTable(f"{of}: steps to a loss", tuple(ratios[0]), [tuple(row.values()) for row in ratios]))
+        head = [name for name in ratios[0] if name == "arm" or any(row[name] for row in ratios)]  # paper: often none
+        rows = [[row[name] for name in head] for row in ratios]
+        tables.append(ResultTable(f"{of}: steps to a loss", head, rows))
     bands = [(band["claim"], band["mark"], band["detail"]) for band in data["bands"]]
     return [*tables, *([ResultTable(f"{of}: bands", ("claim", "verdict", "numbers"), bands, True)] if bands else [])]
 
