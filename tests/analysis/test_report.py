@@ -328,6 +328,15 @@ def test_a_run_that_blew_up_does_not_press_the_others_flat(tmp_path: Path) -> No
 
 
 @browser
+def test_every_kind_of_line_can_be_seen(tmp_path: Path) -> None:
+    """Of a pattern with long gaps and short dashes too little ink is left, above all on a dark page."""
+    script = "seen.dashes = DASHES.filter((one) => one)"
+    for pattern in seen_in_browser(tmp_path, render([], CURVES), script)["dashes"]:
+        lengths = [float(part) for part in pattern.split()]
+        assert sum(lengths[::2]) / sum(lengths) >= 0.4, pattern
+
+
+@browser
 def test_long_names_hide_no_number(tmp_path: Path) -> None:
     """In a legend what tells names apart often stands at their end; in a table numbers stay in sight."""
     arms = [f"optimisers, small: e-spa-skip-without-norms/muon{end}" for end in ("", "-vo")]

@@ -2,7 +2,7 @@
 // Line charts by block or by step, as SVG drawn to the width there is. Text goes in as text, never as markup.
 
 const SVG = document.querySelector("svg") ? document.querySelector("svg").namespaceURI : "";
-const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4"];
+const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "11 2 2 2 2 2", "12 4"];
 const PAD = { left: 46, right: 12, top: 10, bottom: 26 };
 
 function svg(parent, tag, attributes, text) {
