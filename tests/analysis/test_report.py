@@ -328,6 +328,18 @@ def test_a_run_that_blew_up_does_not_press_the_others_flat(tmp_path: Path) -> No
 
 
 @browser
+def test_losses_as_logged_stay_inside_their_chart(tmp_path: Path) -> None:
+    """A short run's smoothed loss lags far above them."""
+    records = [{"step": step, "ema": 6.3 - step / 1000, "loss": 6.3 - step / 60} for step in range(1, 31)]
+    script = """
+    const plot = document.querySelector("#curve-charts .plot"), box = plot.getBoundingClientRect();
+    const lines = [...plot.querySelectorAll("path.line")].map((line) => line.getBoundingClientRect());
+    seen.inside = lines.map((line) => line.bottom <= box.bottom && line.top >= box.top);
+    """
+    assert seen_in_browser(tmp_path, render([], {"short": records}), script) == {"inside": [True, True]}
+
+
+@browser
 def test_every_kind_of_line_can_be_seen(tmp_path: Path) -> None:
     """Of a pattern with long gaps and short dashes too little ink is left, above all on a dark page."""
     script = "seen.dashes = DASHES.filter((one) => one)"

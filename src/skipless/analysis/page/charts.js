@@ -62,7 +62,7 @@ function verticalScale(spec, series) {
   const xs = series.flatMap((s) => s.x);
   const from = spec.settle ? Math.min(...xs) + 0.1 * (Math.max(...xs) - Math.min(...xs)) : -Infinity;
   const late = (s, list) => (list || []).filter((_, i) => s.x[i] >= from);
-  let values = series.flatMap((s) => [s.y, s.low, s.high, s.dots].flatMap((list) => late(s, list))).filter((v) => v !== null);
+  let values = series.flatMap((s) => [s.y, s.faint, s.low, s.high, s.dots].flatMap((list) => late(s, list))).filter((v) => v !== null);
   const positive = values.filter((v) => v > 0);
   const spread = positive.length ? Math.max(...positive) / Math.min(...positive) : 1;
   const log = Boolean(spec.mayBeLog) && positive.length > 0 && spread > (spec.logAbove ?? 30);
@@ -132,7 +132,7 @@ class Chart {
     const { share, ticks } = verticalScale(this.spec, this.series);
     const innerWidth = width - PAD.left - PAD.right, innerHeight = height - PAD.top - PAD.bottom;
     this.px = (x) => PAD.left + ((x - this.first) / (this.last - this.first)) * innerWidth;
-    this.py = (y) => (y === null || share(y) === null || share(y) > 1.001 ? null : PAD.top + (1 - share(y)) * innerHeight);
+    this.py = (y) => (y === null || share(y) === null || share(y) > 1.001 || share(y) < -0.001 ? null : PAD.top + (1 - share(y)) * innerHeight);
     this.axes(ticks, width, height);
     for (const s of this.series) this.line(s);
     this.marker = svg(this.plot, "line", { class: "marker", y1: PAD.top, y2: height - PAD.bottom, x1: 0, x2: 0 });
