@@ -58,6 +58,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = skipless.NoSuchName
 
 
+def test_type_checkers_may_read_its_annotations() -> None:
+    """PEP 561: without the marker a user's checker takes everything from an installed skipless for Any."""
+    from importlib.resources import files
+
+    assert (files("skipless") / "py.typed").is_file()
+
+
 def test_help_does_not_import_torch() -> None:
     code = """
 sys.argv = ["skipless", "--help"]

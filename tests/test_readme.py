@@ -5,6 +5,7 @@ The blocks of one document share a namespace, in order, as a reader would paste 
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python[ \t]*(?P<tag>[^\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 TAGS = {"", "no-run"}
 
 
@@ -43,3 +45,15 @@ def test_the_readme_shows_code() -> None:
 @pytest.mark.parametrize("command", ["./dev demo", "./dev test"])
 def test_the_readme_names_the_two_commands(command: str) -> None:
     assert command in (REPOSITORY / "README.md").read_text()
+
+
+def test_the_source_archive_holds_what_documents_link_to_and_tests_read() -> None:
+    """README, licence and pyproject.toml come by themselves; the rest must be named there."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    held = {"README.md", "LICENSE", *project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
+    linked = {
+        (path.parent / target).resolve().relative_to(REPOSITORY).parts[0]
+        for path in DOCUMENTS
+        for target in LINK.findall(path.read_text())
+    }
+    assert linked | {"benchmarks", "dev"} <= held

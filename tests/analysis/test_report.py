@@ -273,3 +273,91 @@ def test_nothing_sticks_out_on_a_narrow_screen(tmp_path: Path, width: int) -> No
         f"<iframe src='inner.html' style='width:{width}px;height:900px;border:0'></iframe>"
     )
     assert 'data-over="0"' in opened(path)
+
+
+def seen_in_browser(tmp_path: Path, page: str, script: str) -> dict:
+    """What the script leaves in `seen` once the page has drawn itself."""
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    script = f"const seen = {{}}; {script}; document.body.dataset.seen = JSON.stringify(seen);"
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    attribute = re.search(r'data-seen="([^"]*)"', opened(path))
+    assert attribute is not None
+    return json.loads(attribute[1].replace("&quot;", '"'))
+
+
+@browser
+def test_a_chart_of_what_no_shown_network_has_is_hidden(tmp_path: Path) -> None:
+    """Neither an empty box nor the numbers of a network that was switched off."""
+    base = measured("with attention")
+    blocks = tuple(BlockSignal(**{**vars(block), "attention_spread": 0.5}) for block in base.blocks)
+    page = render([measured(), Inspection(**{**vars(base), "blocks": blocks})])
+    script = """
+    const drawn = () => [...document.querySelectorAll(".chart")].filter((chart) => chart.offsetHeight);
+    const visible = () => drawn().map((chart) => chart.firstChild.textContent);
+    seen.both = visible();
+    document.querySelector('[data-network="1"]').click(); seen.one = visible();
+    document.querySelector('[data-network="1"]').click(); seen.again = visible();
+    seen.drawn = charts.every((chart) => chart.plot.querySelector("path"));
+    """
+    seen = seen_in_browser(tmp_path, page, script)
+    assert seen["both"][-1] == "Spread of attention"
+    assert seen["one"] == seen["both"][:-1]
+    assert seen["again"] == seen["both"]
+    assert seen["drawn"]
+
+
+def one_run(values: list[float]) -> list[dict]:
+    return [{"step": step, "ema": value} for step, value in enumerate(values, 1)]
+
+
+@browser
+def test_a_run_that_blew_up_does_not_press_the_others_flat(tmp_path: Path) -> None:
+    calm = one_run([7.0 - step / 20 for step in range(60)])
+    script = """
+    const heights = (i) => charted[i].match(/[ML][\\d.]+ [\\d.]+/g).map((p) => Number(p.split(" ")[1]));
+    const charted = [...document.querySelectorAll("#curve-charts .plot path.line")].map((p) => p.getAttribute("d"));
+    seen.height = Math.max(...heights(0)) - Math.min(...heights(0));
+    seen.note = document.querySelector("#curve-charts .note").textContent;
+    """
+    blown = render([], {"calm": calm, "blown": one_run([7.0 * 1.3**step for step in range(40)])})
+    assert seen_in_browser(tmp_path, blown, script)["height"] > 8  # it was 0.1 of 164 points
+    seen = seen_in_browser(tmp_path, render([], {"calm": calm}), script)
+    assert seen["height"] > 100
+    assert seen["note"] == "Cross-entropy in nats per token, smoothed."  # nothing faint is drawn
+
+
+@browser
+def test_losses_as_logged_stay_inside_their_chart(tmp_path: Path) -> None:
+    """A short run's smoothed loss lags far above them."""
+    records = [{"step": step, "ema": 6.3 - step / 1000, "loss": 6.3 - step / 60} for step in range(1, 31)]
+    script = """
+    const plot = document.querySelector("#curve-charts .plot"), box = plot.getBoundingClientRect();
+    const lines = [...plot.querySelectorAll("path.line")].map((line) => line.getBoundingClientRect());
+    seen.inside = lines.map((line) => line.bottom <= box.bottom && line.top >= box.top);
+    """
+    assert seen_in_browser(tmp_path, render([], {"short": records}), script) == {"inside": [True, True]}
+
+
+@browser
+def test_every_kind_of_line_can_be_seen(tmp_path: Path) -> None:
+    """Of a pattern with long gaps and short dashes too little ink is left, above all on a dark page."""
+    script = "seen.dashes = DASHES.filter((one) => one)"
+    for pattern in seen_in_browser(tmp_path, render([], CURVES), script)["dashes"]:
+        lengths = [float(part) for part in pattern.split()]
+        assert sum(lengths[::2]) / sum(lengths) >= 0.4, pattern
+
+
+@browser
+def test_long_names_hide_no_number(tmp_path: Path) -> None:
+    """In a legend what tells names apart often stands at their end; in a table numbers stay in sight."""
+    arms = [f"optimisers, small: e-spa-skip-without-norms/muon{end}" for end in ("", "-vo")]
+    curves = {name: one_run([7.0, 6.0, 5.0]) for name in (*arms, "x" * 300)}
+    script = """
+    document.body.style.width = "700px"; // of two columns
+    const names = [...document.querySelectorAll(".values .name")].slice(0, 2);
+    seen.cut = names.filter((n) => n.scrollWidth > n.clientWidth || n.scrollHeight > n.clientHeight).length;
+    const scroll = document.querySelector("#curve-charts + .scroll");
+    seen.first = scroll.querySelector("tbody td").getBoundingClientRect().right <= scroll.getBoundingClientRect().right;
+    """
+    assert seen_in_browser(tmp_path, render([], curves), script) == {"cut": 0, "first": True}

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from skipless.analysis.figures import Heading
-from skipless.analysis.reproduce_figure import ArmCurve, looks, reproduction
+from skipless.analysis.reproduce_figure import ArmCurve, kernels_by_stage, looks, reproduction
 
 HEADING = Heading("A title", "a subtitle")
 
@@ -29,6 +30,41 @@ def test_marks_of_rates_at_which_several_arms_diverged_do_not_cover_each_other()
     sweep = reproduction([arm("a", diverged=(1e-3,)), arm("b", diverged=(1e-3,))], 7.5, HEADING).axes[1]
     heights = [line.get_ydata()[0] for line in sweep.lines if line.get_marker() == "x"]
     assert len(set(heights)) == 2
+
+
+def test_crosses_and_thin_lines_are_explained_where_they_are():
+    def notes(*arms):
+        return [text.get_text() for axes in reproduction(arms, 7.5, HEADING).axes[:2] for text in axes.texts]
+
+    unigram = "unigram entropy, 7.50"
+    assert notes(arm("a")) == [unigram]
+    both = notes(arm("a", others=1), arm("b", diverged=(1e-3,)))
+    assert set(both) == {unigram, "thin: further seeds", "× diverged, or ended higher"}
+
+
+def test_a_network_that_learns_frequencies_alone_does_not_run_through_their_name():
+    flat = ArmCurve("flat", [1, 500, 1500], [8.0, 7.6, 7.51], "7.51", {1e-4: 7.51})
+    figure = reproduction([flat], 7.5, HEADING)
+    curves, renderer = figure.axes[0], FigureCanvasAgg(figure).get_renderer()
+    name = next(text for text in curves.texts if "unigram" in text.get_text())
+    assert name.get_window_extent(renderer).y1 < curves.transData.transform((0, 7.5))[1]
+
+
+def test_a_rate_that_ended_above_the_axes_is_not_lost():
+    high = ArmCurve("high", [1, 2], [7.0, 5.0], "5.00", {1e-4: 5.0, 1e-3: 11.0})
+    sweep = reproduction([high], 7.5, HEADING).axes[1]
+    crosses = [line for line in sweep.lines if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in crosses] == [[1e-3]]
+    assert all(line.get_ydata()[0] < sweep.get_ylim()[1] for line in crosses)
+
+
+def test_kernels_during_training_have_a_scale():
+    stages = {f"step {step}": {block: np.eye(4) for block in (0, 1, 36)} for step in (0, 100)}
+    figure = kernels_by_stage(stages, HEADING)
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["0", "", "0.5", "", "1"]
+    assert any(text.get_text() == "cosine between two locations" for text in figure.texts)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    assert all(figure.bbox.y0 <= axes.get_tightbbox(renderer).y0 for axes in figure.axes)
 
 
 @pytest.mark.parametrize("length", [10, 55, 90])

@@ -211,6 +211,19 @@ def test_without_matplotlib_the_table_is_printed(kernels, monkeypatch, capsys) -
     assert "mean cosine" in seen.out
 
 
+@pytest.mark.parametrize("command", [("kernels", "e-spa", *SMALL), ("inspect", "wikitext103/e-spa", "--width", "32")])
+def test_a_figure_asked_for_without_matplotlib_is_refused_before_the_work(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["skipless", *command, "--figure", "x.png"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    seen = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "--figure x.png needs matplotlib: pip install 'skipless[plot]'" in " ".join(seen.err.split())
+    assert seen.out == ""
+
+
 def test_list_names_everything(kernels) -> None:
     listed = kernels("--list").split()
     assert {"fig1", "fig7", "alibi", "wikitext103/e-spa", "depth/e-spa-108"} <= set(listed)

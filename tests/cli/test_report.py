@@ -1,6 +1,7 @@
 """`skipless report` from the outside: what it takes, what it writes, what it says when it cannot."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,8 +20,8 @@ class Skipless:
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
         self.capsys, self.monkeypatch = capsys, monkeypatch
 
-    def __call__(self, *words: str, code: int = 0) -> str:
-        self.monkeypatch.setattr(sys, "argv", ["skipless", *words])
+    def __call__(self, *words: object, code: int = 0) -> str:
+        self.monkeypatch.setattr(sys, "argv", ["skipless", *map(str, words)])
         with pytest.raises(SystemExit) as stop:
             main()
         seen = self.capsys.readouterr()
@@ -66,7 +67,7 @@ def test_runs_inspections_and_certificates_on_one_page(skipless) -> None:
     Path("inspection.json").write_text(inspection_of_states("measured", states()).to_json())
     skipless("kernels", "fig1", "--depth", "6", "--length", "20", "--no-figure", "--json", "fig1.json")
     said = skipless("report", "one", "inspection.json", "fig1.json", "--out", "sub/page.html", "--title", "All of it")
-    assert "6 networks, 1 runs" in said
+    assert "6 networks, 1 run)" in said
     data = page_data(Path("sub/page.html"))
     names = [network["name"] for network in data["networks"]]
     assert names == ["tiny, step 0", "tiny, step 2", "measured", "Standard", "U-SPA", "E-SPA"]
@@ -119,22 +120,39 @@ def test_what_cannot_be_shown_is_named(skipless) -> None:
 def test_curves_of_arms_with_several_seeds_name_theirs() -> None:
     """Their number stands beside a table's mean over all of them."""
     results = Path(__file__).parents[2] / "results"
-    curves, _, _ = read_results(results / "depth-steady-small.json", most=99)
+    curves, _, _ = read_results([results / "depth-steady-small.json"], most=99)
     assert "depth-steady, small: e-spa-108/slow-mlp, seed 0" in curves
-    curves, _, _ = read_results(results / "optimisers-small.json", most=99)
+    curves, _, _ = read_results([results / "optimisers-small.json"], most=99)
     assert {name for name in curves if "e-spa/muon ×3" in name} == {"optimisers, small: e-spa/muon ×3"}
 
 
 def test_of_too_many_curves_the_usual_length_is_kept_or_none():
     item = Path(__file__).parents[2] / "results" / "optimisers-small.json"
-    every, tables, words = read_results(item, most=99)
+    every, tables, words = read_results([item], most=99)
     usual = {name for name in every if "×" not in name}
     assert words == ""
     assert tables[0].head == ("", "adam", "muon", "soap", "muon-vo")
-    kept, _, words = read_results(item, most=len(usual))
+    steps = next(table for table in tables if table.title.endswith("steps to a loss"))
+    assert "paper" not in steps.head  # which has no number of it
+    assert all(len(row) == len(steps.head) for row in steps.rows)
+    kept, _, words = read_results([item], most=len(usual))
     assert set(kept) == usual
     assert f"of {len(every)} curves the {len(usual)} of the usual length" in words
-    none, same, words = read_results(item, most=3)
+    none, same, words = read_results([item], most=3)
     assert none == {}
     assert len(same) == len(tables)
     assert f"tables without their {len(every)} curves" in words
+
+
+def test_items_named_one_by_one_share_the_room_of_a_chart(skipless) -> None:
+    items = sorted((Path(__file__).parents[2] / "results").glob("*-small.json"))
+    said = skipless("report", *items)
+    assert re.search(r"tables without their \d+ curves, too many for a chart", said)
+    assert page_data()["curves"] == []
+    results = items[0].parent
+    skipless("report", results, items[0])
+    assert Path("report.html").read_text().count("<summary>baselines (Fig. 2), scale small: bands") == 1
+    both = [item for item in items if item.name in ("baselines-small.json", "skips-small.json")]
+    curves, _, words = read_results(both, most=24)
+    assert words == ""
+    assert len({json.dumps(records) for records in curves.values()}) == len(curves)  # runs that items share

@@ -1,9 +1,11 @@
 import json
 
+import numpy as np
 import pytest
 
 from skipless.model.config import ModelConfig
 from skipless.model.presets import names, preset
+from skipless.model.transformer import Transformer
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
@@ -125,9 +127,37 @@ def test_replace_leaves_an_activation_of_one_s_own_alone():
         (lambda: ModelConfig.from_dict({"widht": 3}), "no field 'widht'; did you mean 'width'"),
         (lambda: ModelConfig().replace(dpeth=3), "did you mean 'depth'"),
         (lambda: ModelConfig.from_dict({"scheme": {"kind": "spa"}}), "scheme kind is 'spa'"),
+        (lambda: ModelConfig.from_dict({"scheme": {"kind": "e-spa", "gama_final": 1}}), "did you mean 'gamma_final'"),
+        (
+            lambda: ModelConfig.from_dict({"mlp_skip": {"short": 1}}),
+            "Skip has no field 'short'; did you mean 'shortcut'",
+        ),
+        (lambda: ModelConfig.from_json("[]"), "a ModelConfig is read from a mapping of its fields, not from list"),
+        (lambda: ModelConfig(depth=36.0), "depth is 36.0; it must be an integer of at least 1"),
+        (lambda: ModelConfig(depth=True), "depth is True; it must be an integer"),
+        (lambda: ModelConfig(depth=float("inf")), "depth is inf; it must be an integer"),
+        (lambda: ModelConfig(length=None), "length is None; it must be an integer"),
+        (lambda: ModelConfig(classes=-1), "classes is -1; it must be an integer of at least 0"),
+        (lambda: ModelConfig(classes=3), "classes=3 with head='lm'.*head='token' or 'pooled'"),
+        (lambda: ModelConfig(rope_base=0), "rope_base is 0; it must be finite and above 0"),
+        (lambda: ModelConfig(rope_base=float("nan")), "rope_base is nan"),
+        (lambda: ModelConfig(query_key_scale=float("inf")), "query_key_scale is inf"),
+        (lambda: ModelConfig(causal="no"), "causal is 'no'; it must be one of True, False"),
+        (lambda: ModelConfig(mlp_bias=1), "mlp_bias is 1; it must be one of True, False"),
+        (lambda: Transformer("wikitext103/e-spa"), "config is 'wikitext103/e-spa'; it must be a ModelConfig"),
+        (lambda: preset("wikitext103/e-spa", widht=64), "no field 'widht'; did you mean 'width'"),
+        (lambda: preset("e-spa"), "no preset 'e-spa'; nearest: wikitext103/e-spa, c4/e-spa"),
+        (lambda: preset("WikiText103/E-SPA"), "nearest: wikitext103/e-spa$"),
+        (lambda: preset(None), "no preset None"),
         (lambda: preset("wikitext103/espa"), "no preset 'wikitext103/espa'; nearest: wikitext103/e-spa"),
     ],
 )
 def test_mistakes_are_named_with_a_remedy(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_sizes_of_numpy_are_plain_integers_in_the_file():
+    config = preset("wikitext103/e-spa", depth=np.int64(36), width=np.int32(256))
+    assert type(config.depth) is type(config.width) is type(config.hidden) is int
+    assert ModelConfig.from_json(config.to_json()) == config

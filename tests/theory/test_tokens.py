@@ -42,3 +42,12 @@ def test_sentencepiece_tokens_repeat_at_the_papers_rate(shared_data):
 def test_too_few_tokens_have_no_rate():
     with pytest.raises(ValueError, match="1 tokens were given"):
         repeat_rate(np.array([3]))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seen"), [(np.array([0.2, 0.7]), "0.2"), (np.array([1, -2]), "-2"), ("abab", "'a'"), ([0.5, 0.5], "0.5")]
+)
+def test_only_token_ids_have_a_rate(tokens, seen):
+    """Cut to whole numbers, any probabilities would repeat all the time."""
+    with pytest.raises(ValueError, match=f"among the tokens is .*{seen}.*token ids, integers of at least 0"):
+        repeat_rate(tokens)

@@ -64,7 +64,7 @@ def kernel_grid(rows: Sequence[GridRow], heading: Heading) -> Figure:
         _row_label(page, row, top)
         _strip(page, row.cosines, start, top)
         _row_verdict(page, row.verdict, start + across + 0.18, top)
-    _colour_bar(page, start, _TOP + len(rows) * step + 0.18, 3.4, _BAR_WORDS, _lowest(rows))
+    colour_bar(page, (start, _TOP + len(rows) * step + 0.18, 3.4), _BAR_WORDS, _lowest(rows))
     return page.figure
 
 
@@ -82,7 +82,7 @@ def network_portrait(row: GridRow, certificate: Certificate, heading: Heading) -
     page.text(width - _LEFT, 0.22, words, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
     _column_heads(page, _LEFT, 1.25, blocks, panel)
     _strip(page, row.cosines, _LEFT, 1.25, panel)
-    _colour_bar(page, _LEFT, below + 0.4, 3.4, _BAR_WORDS, _lowest([row]))
+    colour_bar(page, (_LEFT, below + 0.4, 3.4), _BAR_WORDS, _lowest([row]))
     each = (width - _LEFT - 0.25) / 4
     frames = [page.axes(_LEFT + 0.35 + i * each, below + 1.3, each - 0.6, 2.1) for i in range(4)]
     draw_curves(frames, certificate)
@@ -100,7 +100,7 @@ def input_kernels(kernels: Sequence[np.ndarray], captions: Sequence[tuple[str, s
         _show(page.axes(left, 1.0, panel, panel), kernel)
         page.text(left, 1.1 + panel, name, fontweight="bold", fontsize=11, va="top")
         page.text(left, 1.33 + panel, detail, color=MUTED, fontsize=9, va="top")
-    _colour_bar(page, _LEFT, 1.78 + panel, 3.4, "cosine between two locations: 1 where their tokens agree", 0.0)
+    colour_bar(page, (_LEFT, 1.78 + panel, 3.4), "cosine between two locations: 1 where their tokens agree", 0.0)
     return page.figure
 
 
@@ -163,8 +163,9 @@ def _row_verdict(page: Page, verdict: Verdict, left: float, top: float) -> None:
     page.text(left + 0.32, middle, words, fontsize=10, fontweight="bold", color=colour, va="center", linespacing=1.3)
 
 
-def _colour_bar(page: Page, left: float, top: float, width: float, words: str, lowest: float) -> None:
-    """The scale of all panels, and beside it what they show."""
+def colour_bar(page: Page, place: tuple[float, float, float], words: str, lowest: float) -> None:
+    """The scale of all panels, and beside it what they show. place: left, top and width, in inches."""
+    left, top, width = place
     axes = page.axes(left, top, width, 0.12)
     scale = ScalarMappable(Normalize(0.0, 1.0), COSINE_COLOURS)
     extend = "min" if lowest < -0.01 else "neither"

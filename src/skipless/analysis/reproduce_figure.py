@@ -23,7 +23,7 @@ from skipless.analysis.figure_style import (
     Page,
     styled,
 )
-from skipless.analysis.figures import Heading
+from skipless.analysis.figures import Heading, colour_bar
 
 _COLOURS = (BLUE, VERMILION, GREEN, ORANGE, "#cc79a7", "#56b4e9", INK)  # Okabe & Ito 2008
 _STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))
@@ -38,7 +38,8 @@ _KEY, _KEY_SIZE = 0.38, 9  # where a line's words begin, and their size in point
 class ArmCurve:
     """An arm: its smoothed training loss by step, its final loss as text, and the final loss of every rate tried.
 
-    Diverged rates have an infinite loss and are drawn at the top. others: steps and losses of further seeds.
+    Diverged rates have an infinite loss; they and those above the axes are crosses at the top.
+    others: steps and losses of further seeds.
     name: "kind/way"; arms of one kind share a colour, of one way a line style.
     """
 
@@ -58,7 +59,10 @@ class ArmCurve:
 
 @styled
 def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> Figure:
-    """Left: training loss of each arm at its best rate, further seeds thinner. Right: what every rate reached."""
+    """Left: training loss of each arm at its best rate, further seeds thinner. Right: what every rate reached.
+
+    What is thin and what a cross means stands above the axes that have them.
+    """
     below = _TOP + _HEIGHT + 0.7
     columns = 2 if all(_fits_a_column(arm.words) for arm in arms) else 1
     page = Page(_WIDTH, below + _LINE * (-(-len(arms) // columns)) + 0.2)
@@ -72,9 +76,13 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
         curves.plot(arm.steps, arm.losses, **look)
         for steps, losses in arm.others:
             curves.plot(steps, losses, linewidth=0.8, **look)
-        _draw_sweep(sweep, arm.sweep, top - 0.1 - 0.03 * (number % 4), look)
+        _draw_sweep(sweep, arm.sweep, (top - 0.1 - 0.03 * (number % 4), top), look)
         _key(page, divmod(number, columns), below, arm, look)
     _finish(curves, sweep, unigram, (min([unigram, *ends]) - 0.3, top))
+    if any(arm.others for arm in arms):
+        _note(curves, "thin: further seeds")
+    if not all(loss <= top for arm in arms for loss in arm.sweep.values()):
+        _note(sweep, "× diverged, or ended higher")
     _rate_axis(sweep, sorted({rate for arm in arms for rate in arm.sweep}))
     return page.figure
 
@@ -89,12 +97,18 @@ def looks(names: Sequence[str]) -> list[dict[str, Any]]:
     return [{"color": _COLOURS[kind], "linestyle": _STYLES[way % len(_STYLES)]} for kind, way in places]
 
 
-def _draw_sweep(axes: Axes, sweep: Mapping[float, float], ceiling: float, look: dict[str, Any]) -> None:
+def _note(axes: Axes, words: str) -> None:
+    axes.text(1, 1.015, words, transform=axes.transAxes, fontsize=8.5, ha="right", va="bottom", color=MUTED)
+
+
+def _draw_sweep(axes: Axes, sweep: Mapping[float, float], heights: tuple[float, float], look: dict[str, Any]) -> None:
+    """A dot a rate, and a cross for each that diverged or ended above the axes. heights: of crosses, of the axes."""
+    ceiling, top = heights
     rates = sorted(sweep)
-    finite = [(rate, sweep[rate]) for rate in rates if np.isfinite(sweep[rate])]
+    finite = [(rate, sweep[rate]) for rate in rates if sweep[rate] <= top]
     if finite:
         axes.plot(*zip(*finite, strict=True), marker="o", markersize=4, linewidth=1.2, **look)
-    lost = [rate for rate in rates if not np.isfinite(sweep[rate])]
+    lost = [rate for rate in rates if not sweep[rate] <= top]
     axes.plot(lost, [ceiling] * len(lost), "x", color=look["color"], markersize=6)
 
 
@@ -134,11 +148,12 @@ def _finish(curves: Axes, sweep: Axes, unigram: float, span: tuple[float, float]
     curves.annotate(
         f"unigram entropy, {unigram:.2f}",
         (1, unigram),
-        (-4, 4),
+        (-4, -4),  # below: what learns no more than frequencies lies just above
         xycoords=curves.get_yaxis_transform(),
         textcoords="offset points",
         fontsize=8.5,
         ha="right",
+        va="top",
         color=MUTED,
     )
 
@@ -148,7 +163,8 @@ def kernels_by_stage(stages: Mapping[str, Mapping[int, np.ndarray]], heading: He
     """Fig. 15: cosines between locations, one row per stage of training and one column per block."""
     blocks = list(next(iter(stages.values())))
     step = _PANEL + _BETWEEN
-    page = Page(1.5 + len(blocks) * step + 0.3, _TOP + len(stages) * step + 0.2)
+    below = _TOP + len(stages) * step
+    page = Page(1.5 + len(blocks) * step + 0.3, below + 0.45)
     page.heading(0.3, heading.title, heading.subtitle)
     for column, block in enumerate(blocks):
         words = "input" if block == 0 else f"block {block}"
@@ -161,4 +177,6 @@ def kernels_by_stage(stages: Mapping[str, Mapping[int, np.ndarray]], heading: He
             axes.set(xticks=[], yticks=[])
             for spine in axes.spines.values():
                 spine.set(visible=True, color=FAINT)
+    lowest = min(float(np.nanmin(cosine)) for stage in stages.values() for cosine in stage.values())
+    colour_bar(page, (1.5, below + 0.02, 2 * _PANEL + _BETWEEN), "cosine between two locations", lowest)
     return page.figure

@@ -72,13 +72,9 @@ def show(console: Console, found: Inspection) -> None:
 
 
 def _draw(console: Console, found: Inspection, path: Path) -> None:
-    try:
-        from skipless.analysis.figure_style import render
-        from skipless.analysis.inspect_figure import inspection_figure
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
-            raise
-        raise ValueError(f"--figure needs {missing.name}: pip install 'skipless[plot]'") from missing
+    from skipless.analysis.figure_style import render
+    from skipless.analysis.inspect_figure import inspection_figure
+
     write_whole(path, render(inspection_figure(found), path.suffix.lower()))
     _say(console, f"figure: {path}")
 

@@ -43,8 +43,10 @@ def run(name: str, flags: Flags, outputs: Outputs) -> bool:
     request = resolve(name, flags)
     figure = outputs.figure_path(name)
     check_apart({"--json": outputs.json_file, "--figure": figure})
-    if figure is not None:
-        check_figure(figure)
+    if outputs.figure is not None:
+        check_figure(outputs.figure)
+    elif figure is not None:
+        check_target(figure)
     if outputs.json_file is not None and not outputs.json_to_stdout:
         check_target(outputs.json_file)
     studies = _compute(request)

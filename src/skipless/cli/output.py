@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +16,9 @@ FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 def check_figure(path: Path) -> None:
-    """Refuse, before any work is done, a figure that could not be written."""
+    """Refuse, before any work is done, a figure asked for that could not be drawn or written."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"--figure {path} needs matplotlib: pip install 'skipless[plot]', or leave out --figure")
     if path.suffix.lower() not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure is {path}; the name must end in {', '.join(FIGURE_SUFFIXES)}")
     check_target(path)

@@ -1,7 +1,7 @@
 """`skipless report`: runs, inspections and certificates as one HTML file."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,28 +34,26 @@ def command(
     """
     from skipless.analysis.report import render
     from skipless.cli.output import check_apart, check_target, write_whole
-    from skipless.cli.report_results import is_results, read_results
+    from skipless.cli.report_results import free_name, is_results, read_results
 
     check_apart({"--out": out}, paths)
     check_target(out)
     results = [path for path in paths if path.exists() and is_results(path)]
     inspections, curves = gather(path for path in paths if path not in results)
-    tables = []
-    for path in results:
-        found, more, words = read_results(path, MOST_CURVES)
-        tables += more
-        new = {name: records for name, records in found.items() if records not in curves.values()}
-        curves |= {_free(name, curves): records for name, records in new.items()}  # one that items share is drawn once
-        if words:
-            print(f"{path}: {words}")
+    found, tables, words = read_results(results, MOST_CURVES)
+    curves |= {free_name(name, curves): records for name, records in found.items()}
+    if words:
+        print(words)
     page = render(inspections, curves, title, tables).encode()
     write_whole(out, page)
-    print(f"report: {out} ({len(page) / 1000:.0f} kB, {len(inspections)} networks, {len(curves)} runs)")
+    print(f"report: {out} ({len(page) / 1000:.0f} kB, {_count(inspections, 'network')}, {_count(curves, 'run')})")
 
 
 def gather(paths: Iterable[Path]) -> "tuple[list[Inspection], dict[str, list[dict[str, Any]]]]":
     """All inspections, and the records of all runs by name; equal names are numbered."""
     from dataclasses import replace
+
+    from skipless.cli.report_results import free_name
 
     inspections: list[Inspection] = []
     curves: dict[str, list[dict[str, Any]]] = {}
@@ -63,7 +61,7 @@ def gather(paths: Iterable[Path]) -> "tuple[list[Inspection], dict[str, list[dic
         if not path.exists():
             raise ValueError(f"{path} does not exist; give {_KINDS}")
         if path.is_dir():
-            name = _free(_run_name(path), curves)
+            name = free_name(_run_name(path), curves)
             records, found = _read_run(path, name)
             if records:
                 curves[name] = records
@@ -71,7 +69,7 @@ def gather(paths: Iterable[Path]) -> "tuple[list[Inspection], dict[str, list[dic
             found = _read_file(path)
         for inspection in found:
             taken = {other.model for other in inspections}
-            inspections.append(replace(inspection, model=_free(inspection.model, taken)))
+            inspections.append(replace(inspection, model=free_name(inspection.model, taken)))
     return inspections, curves
 
 
@@ -135,7 +133,5 @@ def _experiment(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _free(name: str, taken: Iterable[str]) -> str:
-    names = set(taken)
-    number = next(n for n in range(1, len(names) + 2) if (name if n == 1 else f"{name} ({n})") not in names)
-    return name if number == 1 else f"{name} ({number})"
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"

@@ -1,9 +1,10 @@
 """Results of `skipless reproduce` for the report: tables as they were written, and the curves of the runs they name.
 
-Given is its folder, or the .json of one item in it.
+Given are such folders, or the .json files of items in them.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,42 +22,50 @@ def is_results(path: Path) -> bool:
     return path.is_dir() or (path.suffix == ".json" and _read(path) is not None)
 
 
-def read_results(path: Path, most: int) -> "tuple[dict[str, list[dict[str, Any]]], list[ResultTable], str]":
+def read_results(paths: Iterable[Path], most: int) -> "tuple[dict[str, list[dict[str, Any]]], list[ResultTable], str]":
     """Curves by item, size and arm, of the runs that stand in the tables, each once; the tables; what was left out.
 
     Of more than `most` curves those of the usual length are kept, and none if they are too many as well.
     """
-    curves, longer, tables = _read_all(path)
+    curves, longer, tables = _read_all(paths)
     if len(curves) <= most:
         return curves, tables, ""
     usual = {name: records for name, records in curves.items() if name not in longer}
     if len(usual) <= most:
         words = f"of {len(curves)} curves the {len(usual)} of the usual length: more would hide each other"
         return usual, tables, words
-    return {}, tables, f"tables without their {len(curves)} curves, too many for a chart; name one item's .json"
+    return {}, tables, f"tables without their {len(curves)} curves, too many for a chart: name fewer items' .json"
 
 
-def _read_all(path: Path) -> "tuple[dict[str, list[dict[str, Any]]], set[str], list[ResultTable]]":
+def _read_all(paths: Iterable[Path]) -> "tuple[dict[str, list[dict[str, Any]]], set[str], list[ResultTable]]":
     """All curves by name, the names of those of another than the usual length, and the tables."""
     curves: dict[str, list[dict[str, Any]]] = {}
     longer: set[str] = set()
     tables: list[ResultTable] = []
-    folder = path if path.is_dir() else path.parent
-    records = _records(folder / "logs")
-    for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-        data = _read(file)
+    given = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    files = list(dict.fromkeys(file.resolve() for file in given))  # an item and its folder: its claims count once
+    logs = {file.parent: _records(file.parent / "logs") for file in files}
+    for file in files:
+        data, records = _read(file), logs[file.parent]
         if data is None:
             continue
         tables += _tables(data)
         for row in next(iter(data["tables"].values()), []):
             seed, found = records.pop(row["log"].rpartition(" ")[2], (0, None))
-            if found is not None:
+            if found is not None and found not in curves.values():  # nor in a copy of the folder
                 times = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
                 one = f", seed {seed}" if row["seeds"] not in ("1", "–") else ""  # the table's number is a mean
-                name = f"{data['item']}, {data['scale']}: {row['arm']}{times}{one}"
+                name = free_name(f"{data['item']}, {data['scale']}: {row['arm']}{times}{one}", curves)
                 curves[name] = found
                 longer |= {name} if times else set()
     return curves, longer, tables
+
+
+def free_name(name: str, taken: Iterable[str]) -> str:
+    """The name, numbered where it is taken."""
+    names = set(taken)
+    number = next(n for n in range(1, len(names) + 2) if (name if n == 1 else f"{name} ({n})") not in names)
+    return name if number == 1 else f"{name} ({number})"
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -94,7 +103,9 @@ def _tables(data: dict[str, Any]) -> "list[ResultTable]":
     if glance := data.get("glance"):
         tables.insert(0, ResultTable(f"{of}: at a glance", tuple(glance[0]), glance[1:]))
     if ratios := data.get("ratios"):
-        tables.append(ResultTable(f"{of}: steps to a loss", tuple(ratios[0]), [tuple(row.values()) for row in ratios]))
+        head = [name for name in ratios[0] if name == "arm" or any(row[name] for row in ratios)]  # paper: often none
+        rows = [[row[name] for name in head] for row in ratios]
+        tables.append(ResultTable(f"{of}: steps to a loss", head, rows))
     bands = [(band["claim"], band["mark"], band["detail"]) for band in data["bands"]]
     return [*tables, *([ResultTable(f"{of}: bands", ("claim", "verdict", "numbers"), bands, True)] if bands else [])]
 

@@ -1,13 +1,13 @@
 """ModelConfig: everything that defines a network, frozen, checked, and plain JSON."""
 
 import dataclasses
-import difflib
 import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from skipless.model import config_checks as checks
 from skipless.nn.attention import QueryKeyInit
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation
@@ -60,6 +60,8 @@ class ModelConfig:
 
     def __post_init__(self):
         _check_kinds(self)
+        for name, value in checks.whole_numbers(self).items():
+            object.__setattr__(self, name, value)
         defaults = {
             "kv_heads": self.heads if self.kv_heads is None else self.kv_heads,
             "hidden": 4 * self.width if self.hidden is None else self.hidden,
@@ -67,8 +69,8 @@ class ModelConfig:
         }
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
-        _check_sizes(self)
-        _check_choices(self)
+        checks.check_sizes(self)
+        checks.check_choices(self)
         if isinstance(self.activation, str):
             name = self.activation if self.hidden else "identity"
             object.__setattr__(self, "activation", named_activation(name, self.depth, self.mlp_skip))
@@ -124,7 +126,7 @@ class ModelConfig:
 
         So does an activation shaped by its name: dks-gelu for 36 blocks becomes dks-gelu for 108.
         """
-        _check_names(changes)
+        checks.check_names(ModelConfig, changes)
         if "activation" not in changes and (name := _shaped_name(self, changes)):
             changes["activation"] = name
         derived = {
@@ -147,15 +149,14 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
         """The inverse of to_dict."""
+        checks.check_names(ModelConfig, data)
         data = dict(data)
-        _check_names(data)
         if isinstance(data.get("scheme"), dict):
             data["scheme"] = _scheme_from(data["scheme"])
-        for name in ("attention_skip", "mlp_skip"):
+        for name, kind in {"attention_skip": Skip, "mlp_skip": Skip, "activation": ShapedActivation}.items():
             if isinstance(data.get(name), dict):
-                data[name] = Skip(**data[name])
-        if isinstance(data.get("activation"), dict):
-            data["activation"] = ShapedActivation(**data["activation"])
+                checks.check_names(kind, data[name])
+                data[name] = kind(**data[name])
         return cls(**data)
 
     def to_json(self) -> str:
@@ -209,16 +210,8 @@ def _scheme_from(data: dict[str, Any]) -> Scheme:
     kind = fields.pop("kind", None)
     if kind not in SCHEMES:
         raise ValueError(f"scheme kind is {kind!r}; it must be one of {', '.join(SCHEMES)}")
+    checks.check_names(SCHEMES[kind], fields)
     return SCHEMES[kind](**fields)
-
-
-def _check_names(data: dict[str, Any]) -> None:
-    known = {f.name for f in dataclasses.fields(ModelConfig)}
-    for name in data:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(sorted(known))}"
-            raise ValueError(f"ModelConfig has no field {name!r}; {hint}")
 
 
 def _check_kinds(config: ModelConfig) -> None:
@@ -228,48 +221,3 @@ def _check_kinds(config: ModelConfig) -> None:
     for name in ("attention_skip", "mlp_skip"):
         if not isinstance(value := getattr(config, name), Skip):
             raise ValueError(f"{name} is {value!r}; it must be a Skip, such as Skip.normalised(0.98)")
-    if config.hidden is not None and (int(config.hidden) != config.hidden or config.hidden < 0):
-        raise ValueError(f"hidden is {config.hidden!r}; it must be an integer of at least 0, which means no MLPs")
-
-
-def _check_sizes(config: ModelConfig) -> None:
-    for name in ("vocab_size", "width", "depth", "heads", "kv_heads", "length"):
-        value = getattr(config, name)
-        if int(value) != value or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-    if config.width % config.heads:
-        near = round(config.width / config.heads) * config.heads
-        raise ValueError(f"width={config.width} is not a multiple of heads={config.heads}; the nearest is {near}")
-    if config.heads % (config.kv_heads or config.heads):
-        raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
-    if config.position == "rope" and (config.width // config.heads) % 2:
-        raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
-    alibi = getattr(config.scheme, "alibi_heads", 0)
-    if alibi and alibi != config.heads:
-        raise ValueError(f"alibi_heads={alibi} differs from heads={config.heads}; use alibi_heads={config.heads}")
-
-
-def _check_choices(config: ModelConfig) -> None:
-    choices = {
-        "norm": ("none", "pre", "post"),
-        "position": ("rope", "relative", "none"),
-        "query_key": ("zero-query", "zero-key", "small", "normal"),
-        "init": ("orthogonal", "gaussian"),
-        "head": ("lm", "token", "pooled"),
-    }
-    for name, allowed in choices.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-    skip = config.attention_skip
-    if config.preserves_signal and abs(skip.shortcut**2 + skip.residual**2 - 1.0) > 1e-9:
-        raise ValueError(
-            f"{type(config.scheme).__name__} with attention_skip=({skip.shortcut}, {skip.residual}): SPA needs a "
-            "normalised skip, α²+β²=1; use Skip.normalised(α), or Skip() for none"
-        )
-    if config.head != "lm" and config.classes < 1:
-        raise ValueError(f"head={config.head!r} needs classes ≥ 1, the number of outputs; it is {config.classes}")
-    if config.head == "lm" and not config.causal:
-        raise ValueError(
-            "a non-causal model sees the token it would predict; use head='token' or 'pooled' for encoders"
-        )

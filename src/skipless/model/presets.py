@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable
 
 from skipless.model.config import ModelConfig
+from skipless.model.config_checks import check_names
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
 
@@ -15,8 +16,11 @@ SKIP_INIT = Skip(1.0, 0.0, trainable=True)
 def preset(name: str, **changes) -> ModelConfig:
     """The configuration of a named model, with any fields changed: preset("wikitext103/e-spa", width=256)."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.3)
+        wanted = str(name).lower()
+        same = [known for known in PRESETS if wanted in (known, known.rpartition("/")[2])]
+        near = same or difflib.get_close_matches(wanted, PRESETS, n=3, cutoff=0.3)
         raise ValueError(f"there is no preset {name!r}; nearest: {', '.join(near) or ', '.join(PRESETS)}")
+    check_names(ModelConfig, changes)
     return PRESETS[name](**changes)
 
 

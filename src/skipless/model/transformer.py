@@ -32,6 +32,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, *, impl: str = "auto"):
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"config is {config!r}; it must be a ModelConfig, such as preset('wikitext103/e-spa')")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         options = AttentionOptions(

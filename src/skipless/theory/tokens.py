@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ def repeat_rate(tokens: np.ndarray | Iterable[np.ndarray]) -> float:
     pieces = [tokens] if isinstance(tokens, np.ndarray) else tokens
     counts = np.zeros(0, dtype=np.int64)
     for piece in pieces:
-        found = np.bincount(np.asarray(piece).ravel().astype(np.int64))
+        found = np.bincount(_ids(piece))
         if len(found) > len(counts):
             found[: len(counts)] += counts
             counts = found
@@ -27,6 +28,15 @@ def repeat_rate(tokens: np.ndarray | Iterable[np.ndarray]) -> float:
     if total < 2:
         raise ValueError(f"{total} tokens were given; a repeat rate needs at least 2")
     return float(np.sum(counts * (counts - 1.0)) / (total * (total - 1.0)))
+
+
+def _ids(piece: Any) -> np.ndarray:
+    """Token ids as a flat array; anything else would be cut to whole numbers and counted."""
+    ids = np.asarray(piece).ravel()
+    if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0):
+        what = f"{ids.min()}" if ids.dtype.kind == "i" else f"{ids[0]!r} ({ids.dtype})"
+        raise ValueError(f"among the tokens is {what}; a repeat rate is of token ids, integers of at least 0")
+    return ids.astype(np.int64)
 
 
 def sample_tokens(rate: float, length: int, seed: int = 0) -> np.ndarray:

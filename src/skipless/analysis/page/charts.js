@@ -2,7 +2,7 @@
 // Line charts by block or by step, as SVG drawn to the width there is. Text goes in as text, never as markup.
 
 const SVG = document.querySelector("svg") ? document.querySelector("svg").namespaceURI : "";
-const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "1 2", "12 4"];
+const DASHES = ["", "7 3", "2 3", "9 3 2 3", "4 2", "11 2 2 2 2 2", "12 4"];
 const PAD = { left: 46, right: 12, top: 10, bottom: 26 };
 
 function svg(parent, tag, attributes, text) {
@@ -62,10 +62,10 @@ function verticalScale(spec, series) {
   const xs = series.flatMap((s) => s.x);
   const from = spec.settle ? Math.min(...xs) + 0.1 * (Math.max(...xs) - Math.min(...xs)) : -Infinity;
   const late = (s, list) => (list || []).filter((_, i) => s.x[i] >= from);
-  let values = series.flatMap((s) => [s.y, s.low, s.high, s.dots].flatMap((list) => late(s, list))).filter((v) => v !== null);
+  let values = series.flatMap((s) => [s.y, s.faint, s.low, s.high, s.dots].flatMap((list) => late(s, list))).filter((v) => v !== null);
   const positive = values.filter((v) => v > 0);
   const spread = positive.length ? Math.max(...positive) / Math.min(...positive) : 1;
-  const log = Boolean(spec.mayBeLog) && positive.length > 0 && spread > 30;
+  const log = Boolean(spec.mayBeLog) && positive.length > 0 && spread > (spec.logAbove ?? 30);
   if (log) values = positive;
   if (spec.reference !== undefined) values = values.concat(spec.reference);
   if (spec.include) values = values.concat(spec.include);
@@ -90,12 +90,12 @@ function pathOf(points) {
 }
 
 class Chart {
-  // spec: title, note, xName(x), mayBeLog, reference, include, floor; onPick(x) and onPoint(x or null) tell of the pointer.
+  // spec: title, note, xName(x), mayBeLog, logAbove, reference, include, floor; onPick(x) and onPoint(x or null) tell of the pointer.
   constructor(holder, spec) {
     this.spec = spec;
     this.series = [];
     this.at = null;
-    const box = html(holder, "div", "chart");
+    const box = (this.box = html(holder, "div", "chart"));
     html(box, "h3", "", spec.title);
     html(box, "p", "note", spec.note);
     this.plot = svg(box, "svg", { class: "plot", role: "img", "aria-label": `${spec.title}. ${spec.note}` });
@@ -108,6 +108,7 @@ class Chart {
 
   show(series) {
     this.series = series.filter((s) => s.y.some((v) => v !== null));
+    this.box.hidden = !this.series.length; // nobody shown was measured for it
     this.draw();
   }
 
@@ -131,7 +132,7 @@ class Chart {
     const { share, ticks } = verticalScale(this.spec, this.series);
     const innerWidth = width - PAD.left - PAD.right, innerHeight = height - PAD.top - PAD.bottom;
     this.px = (x) => PAD.left + ((x - this.first) / (this.last - this.first)) * innerWidth;
-    this.py = (y) => (y === null || share(y) === null || share(y) > 1.001 ? null : PAD.top + (1 - share(y)) * innerHeight);
+    this.py = (y) => (y === null || share(y) === null || share(y) > 1.001 || share(y) < -0.001 ? null : PAD.top + (1 - share(y)) * innerHeight);
     this.axes(ticks, width, height);
     for (const s of this.series) this.line(s);
     this.marker = svg(this.plot, "line", { class: "marker", y1: PAD.top, y2: height - PAD.bottom, x1: 0, x2: 0 });

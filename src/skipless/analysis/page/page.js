@@ -111,11 +111,18 @@ function curveSeries(line, faint) {
   });
 }
 
+function lossNote(series) {
+  const faint = series.some((one) => one.faint) ? "; faint: as logged" : "";
+  return `Cross-entropy in nats per token, smoothed${faint}.`;
+}
+
 function trainingCharts() {
   const holder = document.getElementById("curve-charts");
+  const losses = curveSeries("ema", "loss");
+  const unlessDiverged = { mayBeLog: true, logAbove: 100 }; // a run that blew up would press all others flat
   const specs = [
-    { title: "Training loss", note: "Cross-entropy in nats per token, smoothed; faint: as logged.", series: curveSeries("ema", "loss"), settle: true },
-    { title: "Validation loss", note: "On text the network is not trained on.", series: curveSeries("valid_loss"), fewest: 2 },
+    { title: "Training loss", note: lossNote(losses), series: losses, settle: true, ...unlessDiverged },
+    { title: "Validation loss", note: "On text the network is not trained on.", series: curveSeries("valid_loss"), fewest: 2, ...unlessDiverged },
     { title: "Gradient norm", note: "Of all parameters together, before clipping.", series: curveSeries("gradient"), mayBeLog: true, floor: 0 },
   ];
   const range = [0, Math.max(...specs.flatMap((s) => s.series.flatMap((one) => one.x)))];
