@@ -140,6 +140,32 @@ def test_other_options_are_named_and_force_starts_over(plan, folder, sources, mo
     assert not (folder / "tokenizer.model").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("options.json", "{"),
+        ("options.json", "[1]"),
+        ("sections.jsonl", "garbage\n"),
+        ("sections.jsonl", "[]\n"),
+        ("sections.jsonl", '{"index": 0}\n'),
+    ],
+)
+def test_damaged_notes_are_named_and_force_starts_over(plan, folder, finished, name, content):
+    (folder / "manifest.json").unlink()
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"copy/{name} is damaged or of another version .* --force"):
+        prepare(plan, folder)
+    prepare(plan, folder, force=True)
+    assert contents(folder) == contents(finished)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_damaged_note_of_checks_only_means_checking_again(folder, content):
+    (folder / "verified.json").write_text(content)
+    assert len(TokenStore(folder)) > 0
+    assert "train-00000.bin" in json.loads((folder / "verified.json").read_text())
+
+
 def test_options_that_came_to_nothing_leave_the_folder_free(sources, tmp_path):
     """A vocabulary that the text is too short for, and then the one that the error names."""
     with pytest.raises(ValueError, match="vocab"):
