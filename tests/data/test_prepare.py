@@ -1,3 +1,4 @@
+import errno
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -247,3 +248,15 @@ def test_what_is_not_a_prepared_folder_is_left_alone(plan, tmp_path, folder):
 def test_two_at_once_are_kept_apart(plan, folder):
     with Folder(folder).locked(), pytest.raises(ValueError, match="another skipless prepare is writing"):
         prepare(plan, folder)
+
+
+def test_a_file_system_without_locks_is_no_second_command(tmp_path, monkeypatch, caplog):
+    fcntl = pytest.importorskip("fcntl")
+
+    def unknown(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    (tmp_path / "a.txt").write_text("The signal goes through.")
+    prepare(Preparation(str(tmp_path / "a.txt"), Bytes()), tmp_path / "out")
+    assert f"{tmp_path / 'out'} cannot be locked (No locks available)" in caplog.text
