@@ -17,7 +17,7 @@ import torch
 from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.training import Bytes
-from skipless.recipes.reproduce import failure, schedule
+from skipless.recipes.reproduce import failure, worker
 from skipless.recipes.reproduce import run as run_module
 from skipless.recipes.reproduce.catalogue import ITEMS
 from skipless.recipes.reproduce.job import Setting
@@ -99,7 +99,7 @@ def instant(monkeypatch) -> list[Order]:
         metrics = [{"step": order.job.experiment.train.steps, "ema": loss, "valid_loss": 5.0}]
         return run_module.record_of(order.job, order.text, order.scale, metrics, {"seconds": 1.0, **values})
 
-    monkeypatch.setattr(schedule, "carry_out", done)
+    monkeypatch.setattr(worker, "carry_out", done)
     return orders
 
 
@@ -138,7 +138,7 @@ def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
     }
     assert {run.name.removeprefix("tiny-") for run in (results / "runs").iterdir()} <= kept
 
-    monkeypatch.setattr(schedule, "carry_out", lambda _: pytest.fail("it trains again"))
+    monkeypatch.setattr(worker, "carry_out", lambda _: pytest.fail("it trains again"))
     rebuilt = ("baselines", "training-kernels", "optimisers")
     pages = {path: path.read_bytes() for name in rebuilt for path in results.glob(f"{name}-tiny.*")}
     assert len(pages) == 9
@@ -169,11 +169,11 @@ def test_one_item_and_again(reproduce, monkeypatch) -> None:
     assert [Path(line.removeprefix("wrote ")).is_file() for line in lines if line.startswith("wrote ")] == [True] * 3
     assert len(keys()) == 5
     assert not list(Path("results/runs").iterdir())  # no weights, no run folders
-    monkeypatch.setattr(schedule, "carry_out", lambda _: pytest.fail("it trains again"))
+    monkeypatch.setattr(worker, "carry_out", lambda _: pytest.fail("it trains again"))
     assert reproduce("baselines")[0] == out
     assert reproduce("baselines", "--tables-only", data=False)[0] == out
     # E-SPA, U-SPA and V-SkipInit with RoPE are those of the baselines
-    monkeypatch.setattr(schedule, "carry_out", carry_out)
+    monkeypatch.setattr(worker, "carry_out", carry_out)
     _, err = reproduce("positions")
     assert [line.split(",")[0].split(": ")[1] for line in err.splitlines()] == [
         "e-spa-none",
@@ -196,19 +196,19 @@ def test_rates_seeds_and_arms(reproduce, instant: list[Order]) -> None:
 
 
 def test_ctrl_c_writes_what_there_is_and_goes_on(reproduce, instant: list[Order], monkeypatch) -> None:
-    quick = schedule.carry_out
+    quick = worker.carry_out
 
     def stopped(order: Order):
         if len(instant) == 2:
             raise KeyboardInterrupt
         return quick(order)
 
-    monkeypatch.setattr(schedule, "carry_out", stopped)
+    monkeypatch.setattr(worker, "carry_out", stopped)
     out, err = reproduce("baselines", code=130)
     assert "stopped; the same command goes on from there" in err
     assert "wrote results/baselines-tiny.md" in out
     assert "At least 3 runs are still missing" in Path("results/baselines-tiny.md").read_text()
-    monkeypatch.setattr(schedule, "carry_out", quick)
+    monkeypatch.setattr(worker, "carry_out", quick)
     reproduce("baselines")
     assert [order.job.arm for order in instant] == ARMS
     assert len(set(keys())) == len(keys()) == 5
@@ -242,13 +242,13 @@ def test_a_budget_that_nothing_fits_in(reproduce, instant: list[Order]) -> None:
 
 def test_the_budget_is_kept(reproduce, instant: list[Order], data: Path, monkeypatch) -> None:
     """Runs are expected to take as long as those before them; none is begun that would end too late."""
-    quick, now = schedule.carry_out, [0.0]
+    quick, now = worker.carry_out, [0.0]
 
     def slow(order: Order):
         now[0] += 3.0
         return replace(quick(order), seconds=3.0)
 
-    monkeypatch.setattr(schedule, "carry_out", slow)
+    monkeypatch.setattr(worker, "carry_out", slow)
     setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
     crew = Crew([ITEMS["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
     assert len(crew.work()) == 3
@@ -308,21 +308,21 @@ def test_divergence_is_recorded(reproduce, monkeypatch) -> None:
 
 
 def test_a_failed_run_does_not_stop_the_others(reproduce, instant: list[Order], monkeypatch) -> None:
-    quick = schedule.carry_out
+    quick = worker.carry_out
 
     def failing(order: Order):
         if order.job.arm == "pre-ln":
             raise RuntimeError("out of memory")
         return quick(order)
 
-    monkeypatch.setattr(schedule, "carry_out", failing)
+    monkeypatch.setattr(worker, "carry_out", failing)
     _, err = reproduce("baselines", code=1)
     assert "failed: baselines: pre-ln, rate 0.0005, seed 0: RuntimeError: out of memory (traceback: results/" in err
     written = next(Path("results/runs").glob("*.error.txt"))
     assert 'raise RuntimeError("out of memory")' in written.read_text()
     assert [order.job.arm for order in instant] == [arm for arm in ARMS if arm != "pre-ln"]
     assert "1 run is still missing" in err
-    monkeypatch.setattr(schedule, "carry_out", quick)
+    monkeypatch.setattr(worker, "carry_out", quick)
     reproduce("baselines")
     assert not written.exists()
 
@@ -335,7 +335,7 @@ def test_networks_that_fail_one_after_another_end_the_command(reproduce, monkeyp
         tried.append(order.job.arm)
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(schedule, "carry_out", failing)
+    monkeypatch.setattr(worker, "carry_out", failing)
     _, err = reproduce("positions", "--rates", "3", code=2)
     assert "runs of 3 networks in a row failed" in err
     assert [tried.count(arm) for arm in dict.fromkeys(tried)] == [3, 3, 1]

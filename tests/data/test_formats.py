@@ -173,3 +173,20 @@ def test_unknown_suffix_lists_the_known(tmp_path):
     (tmp_path / "a.doc").touch()
     with pytest.raises(ValueError, match=r"a.doc: the suffix must be one of .txt"):
         read(tmp_path / "a.doc")
+
+
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('\ufeff{"text": "one"}\n{"text": "\ufefftwo"}\n'.encode())
+    assert read(path) == ["one", "\ufefftwo"]
+    path.write_bytes(b'\xef\xbb\xbf{"text": "\xff"}\n')
+    with pytest.raises(ValueError, match="byte 13 "):
+        read(path)
+
+
+@pytest.mark.parametrize("codec", ["utf-16", "utf-16-be"])
+def test_wide_characters_are_recognised(tmp_path, codec):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone".encode(codec) if codec == "utf-16-be" else "one".encode(codec))
+    with pytest.raises(ValueError, match="iconv -f UTF-16 -t UTF-8"):
+        read(path)

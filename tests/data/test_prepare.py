@@ -1,3 +1,4 @@
+import errno
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,32 @@ def test_other_options_are_named_and_force_starts_over(plan, folder, sources, mo
     assert not (folder / "tokenizer.model").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("options.json", "{"),
+        ("options.json", "[1]"),
+        ("sections.jsonl", "garbage\n"),
+        ("sections.jsonl", "[]\n"),
+        ("sections.jsonl", '{"index": 0}\n'),
+    ],
+)
+def test_damaged_notes_are_named_and_force_starts_over(plan, folder, finished, name, content):
+    (folder / "manifest.json").unlink()
+    (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"copy/{name} is damaged or of another version .* --force"):
+        prepare(plan, folder)
+    prepare(plan, folder, force=True)
+    assert contents(folder) == contents(finished)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_damaged_note_of_checks_only_means_checking_again(folder, content):
+    (folder / "verified.json").write_text(content)
+    assert len(TokenStore(folder)) > 0
+    assert "train-00000.bin" in json.loads((folder / "verified.json").read_text())
+
+
 def test_options_that_came_to_nothing_leave_the_folder_free(sources, tmp_path):
     """A vocabulary that the text is too short for, and then the one that the error names."""
     with pytest.raises(ValueError, match="vocab"):
@@ -221,3 +248,15 @@ def test_what_is_not_a_prepared_folder_is_left_alone(plan, tmp_path, folder):
 def test_two_at_once_are_kept_apart(plan, folder):
     with Folder(folder).locked(), pytest.raises(ValueError, match="another skipless prepare is writing"):
         prepare(plan, folder)
+
+
+def test_a_file_system_without_locks_is_no_second_command(tmp_path, monkeypatch, caplog):
+    fcntl = pytest.importorskip("fcntl")
+
+    def unknown(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    (tmp_path / "a.txt").write_text("The signal goes through.")
+    prepare(Preparation(str(tmp_path / "a.txt"), Bytes()), tmp_path / "out")
+    assert f"{tmp_path / 'out'} cannot be locked (No locks available)" in caplog.text

@@ -235,9 +235,25 @@ def test_records_survive_json_and_the_log(tmp_path, setting: Setting, fake, text
     assert (records[0].value("x"), records[0].value("y"), records[1].value("train_loss")) == (1.5, None, INF)
 
 
-def test_a_damaged_log_is_named(tmp_path) -> None:
+def test_a_reader_leaves_the_log_to_who_holds_the_folder(tmp_path, setting: Setting, fake) -> None:
+    first, second = (fake(job, 5.0) for job in missing([ITEMS["baselines"]], setting, {})[:2])
+    holder = ResultsFolder(tmp_path, "small")
+    with holder.locked():
+        holder.add(first)
+        log = holder.log("baselines")
+        log.write_bytes(log.read_bytes() + b'{"key": "half of a li')  # as it is being written
+        before = log.read_bytes()
+        reader = ResultsFolder(tmp_path, "small")
+        assert (list(reader.records), log.read_bytes()) == ([first.key], before)
+        holder.add(second)
+    with reader.locked():
+        assert list(reader.records) == [first.key, second.key]
+
+
+@pytest.mark.parametrize("line", ['{"key": "a"}', "[]", "null", "{"])
+def test_a_damaged_log_is_named(tmp_path, line: str) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "baselines-small.jsonl").write_text('{"key": "a"}\n')
+    (tmp_path / "logs" / "baselines-small.jsonl").write_text(f"{line}\n")
     with pytest.raises(ValueError, match=r"baselines-small\.jsonl is damaged or of another version"):
         ResultsFolder(tmp_path, "small")
 

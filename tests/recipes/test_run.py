@@ -1,4 +1,4 @@
-"""A run of `reproduce` that is stopped before it has begun."""
+"""A run of `reproduce` that is stopped before it has begun, or that another version has left."""
 
 from pathlib import Path
 
@@ -28,3 +28,21 @@ def test_a_run_stopped_before_it_began_leaves_no_files_of_no_run(tmp_path: Path,
     with pytest.raises(KeyboardInterrupt):
         carry_out(Order(job, text, "tiny", tmp_path / "run"))
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("left", ['{"name": "old", "train": {"gone": 1}}', "{"])
+def test_what_another_version_left_of_a_run_is_begun_again(tmp_path: Path, monkeypatch, left: str) -> None:
+    text, item, folder = Text("none", 256, 0.05, 3.2, 0, ""), ITEMS["baselines"], tmp_path / "run"
+    job = make_job(item, item.arms[0], Setting.of(SCALES["tiny"], text), 1e-4)
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "experiment.json").write_text(left)
+    seen: list[bool] = []
+
+    def stopped(*_, **__) -> None:
+        seen.append(folder.exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(Order(job, text, "tiny", folder))
+    assert seen == [False]

@@ -132,6 +132,23 @@ def test_a_damaged_experiment_is_named(tmp_path):
         opened(tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_damaged_environment_is_named(tmp_path, content):
+    begun(tmp_path / "run")
+    (tmp_path / "run" / "env.json").write_text(content)
+    with pytest.raises(ValueError, match=r"env\.json is damaged .*; delete it"):
+        opened(tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", "null", '{"step": "3"}'])
+def test_a_line_of_the_log_without_a_step_is_named(tmp_path, line):
+    begun(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with opened(tmp_path / "run", resume=True) as run, pytest.raises(ValueError, match=r"line 2, is damaged .*no step"):
+        run.rewind(1)
+
+
 def test_a_run_does_not_go_on_over_other_tokens(tmp_path):
     """The folder of its tokens was prepared anew since; one that kept no fingerprint goes on as it did."""
 

@@ -2,9 +2,10 @@
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from skipless.data.locking import LOCK, sole_worker
 from skipless.data.shards import ASIDE, Section, append_line, read_lines, write_whole, writing
@@ -12,6 +13,7 @@ from skipless.data.store import MANIFEST, VERIFIED, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
 
 OPTIONS, JOURNAL = "options.json", "sections.jsonl"
+Found = TypeVar("Found")
 
 
 class Folder:
@@ -40,7 +42,7 @@ class Folder:
             raise ValueError(
                 f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): give --out a folder of its own"
             )
-        differing = _differing(json.loads(path.read_bytes()), options) if path.is_file() and not force else []
+        differing = _differing(self._options(), options) if path.is_file() and not force else []
         if differing and (self.complete() or self.sections()):
             raise ValueError(
                 f"{self.path} was prepared with other options ({'; '.join(differing)}): use another --out, or --force "
@@ -54,6 +56,12 @@ class Folder:
             (self.path / JOURNAL).unlink(missing_ok=True)
         if not path.is_file():
             write_whole(path, json.dumps(options, indent=1).encode() + b"\n")
+
+    def _options(self) -> dict:
+        return _read(self.path / OPTIONS, lambda path: dict(json.loads(path.read_bytes())))
+
+    def _journal(self) -> list[dict]:
+        return _read(self.path / JOURNAL, read_lines)
 
     def _own(self, file: Path) -> bool:
         shard = file.suffix == ".bin" and file.name.startswith(("train-", "valid-"))
@@ -80,11 +88,12 @@ class Folder:
 
     def tokenizer(self) -> dict | None:
         """The description of the tokenizer that made the finished sections, if there are any."""
-        return next((line["tokenizer"] for line in read_lines(self.path / JOURNAL) if "tokenizer" in line), None)
+        return next((line["tokenizer"] for line in self._journal() if "tokenizer" in line), None)
 
     def sections(self) -> dict[int, Section]:
         """Finished sections by index, whether or not their files are still there."""
-        found = (Section.from_json(line) for line in read_lines(self.path / JOURNAL) if "index" in line)
+        lines = [line for line in self._journal() if "index" in line]
+        found = _read(self.path / JOURNAL, lambda _: [Section.from_json(line) for line in lines])
         return {section.index: section for section in found}
 
     def present(self, section: Section) -> bool:
@@ -103,6 +112,13 @@ class Folder:
         """Write the manifest; the journal has done its work."""
         write_whole(self.path / MANIFEST, manifest.encode())
         os.unlink(self.path / JOURNAL)
+
+
+def _read(path: Path, reader: Callable[[Path], Found]) -> Found:
+    try:
+        return reader(path)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged or of another version ({error}): start over with --force") from error
 
 
 def _differing(there: dict, here: dict) -> list[str]:

@@ -11,6 +11,7 @@ each plain or packed (.gz, .xz, .zst). A document longer than 4 MiB is cut at li
 stays bounded; empty documents are left out. Nothing else is changed: text keeps its line ends and spaces.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Generator, Iterable, Iterator
@@ -168,9 +169,11 @@ def _decode(path: Path, at: int, data: bytes, reading: Reading) -> str:
     except UnicodeDecodeError as error:
         if reading.invalid_utf8 == "replace":
             return data.decode("utf-8", "replace")
+        wide = at == 0 and data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        likely = "UTF-16" if wide else "LATIN1"
         raise ValueError(
             f"{path}: byte {at + error.start} (0x{data[error.start]:02x}) is not valid UTF-8: convert the file "
-            "(iconv -f LATIN1 -t UTF-8), or replace such bytes by U+FFFD with --invalid-utf8 replace"
+            f"(iconv -f {likely} -t UTF-8), or replace such bytes by U+FFFD with --invalid-utf8 replace"
         ) from error
 
 
@@ -178,8 +181,10 @@ def _jsonl(path: Path, reading: Reading, seen: Seen | None) -> Generator[str]:
     at = 0
     with opened(path, seen) as stream:
         for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield from _long(_record_text(f"{path}, line {number}", _decode(path, at, line, reading), reading))
+            record = line if at else line.removeprefix(codecs.BOM_UTF8)  # no part of the JSON, RFC 8259, section 8.1
+            if record.strip():
+                text = _decode(path, at + len(line) - len(record), record, reading)
+                yield from _long(_record_text(f"{path}, line {number}", text, reading))
             at += len(line)
 
 

@@ -120,15 +120,28 @@ def append_line(path: Path, record: dict) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The whole lines of a journal; what a crash left of the last one is cut off the file."""
+def read_lines(path: Path, mend: bool = True) -> list[dict]:
+    """The whole lines of a journal; what a crash left of the last one is cut off the file.
+
+    mend=False leaves the file as it is, for whoever does not hold its folder: another process may be writing that line.
+    """
     if not path.exists():
         return []
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
+    if mend and whole != data:
         write_whole(path, whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    return [_object(line, number) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+
+
+def _object(line: bytes, number: int) -> dict:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"line {number} is not an object")
+    return record
 
 
 class ShardWriter:

@@ -205,8 +205,8 @@ def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
     """
     path = folder / VERIFIED
     try:
-        known = json.loads(path.read_bytes()) if trust else {}
-    except (OSError, ValueError):
+        known = dict(json.loads(path.read_bytes())) if trust else {}
+    except (OSError, ValueError, TypeError):
         known = {}
     good = dict(known)
     for shard in shards:

@@ -23,7 +23,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("it has no step")
+            records.append(record)
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}, is damaged ({error}); delete the line to read the rest"

@@ -227,8 +227,8 @@ def _note_environment(file: Path, begun: bool) -> None:
     noted = environment()
     if begun and file.is_file():
         try:
-            first = json.loads(file.read_bytes())
-        except ValueError as error:
+            first = dict(json.loads(file.read_bytes()))
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
         noted = {**first, "resumed": [*first.get("resumed", []), noted]}
     write_whole(file, json.dumps(noted, indent=2).encode() + b"\n")

@@ -19,9 +19,7 @@ class ResultsFolder:
         self.path, self.scale = Path(path), scale
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"--out is {self.path}, a file; name a folder")
-        self.records: dict[str, Record] = {}
-        for file in sorted((self.path / LOGS).glob(f"*-{scale}.jsonl")):
-            self.records |= {record.key: record for record in _read(file)}
+        self.records = self._read()
 
     def log(self, item: str) -> Path:
         """The log of an item's runs."""
@@ -53,11 +51,16 @@ class ResultsFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         refusal = f"another skipless reproduce is working in {self.path}: wait for it, or use another --out"
         with sole_worker(self.path, refusal):
+            self.records = self._read()  # of what another one has added before it let go
             yield
 
+    def _read(self) -> dict[str, Record]:
+        files = sorted((self.path / LOGS).glob(f"*-{self.scale}.jsonl"))
+        return {record.key: record for file in files for record in _records(file)}
 
-def _read(file: Path) -> Iterable[Record]:
+
+def _records(file: Path) -> Iterable[Record]:
     try:
-        return [Record.from_json(line) for line in read_lines(file)]
+        return [Record.from_json(line) for line in read_lines(file, mend=False)]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged or of another version ({error}); move it away to go on without") from error

@@ -17,6 +17,7 @@ from skipless.recipes.reproduce.job import Job
 from skipless.recipes.reproduce.measures import measured
 from skipless.recipes.reproduce.record import Record, record_of
 from skipless.recipes.reproduce.text import Text
+from skipless.train.config import Experiment
 from skipless.train.divergence import Diverged
 from skipless.train.ending import Ending, TimeUp
 from skipless.train.environment import git_state
@@ -82,11 +83,21 @@ def _trained(order: Order) -> dict[str, Any]:
 
 
 def _clear_other(order: Order) -> None:
-    """Remove what an interrupted call with other settings of speed or logs, or another path to its text, has left."""
+    """Remove what an interrupted call with other settings of speed or logs, or another path to its text, has left.
+
+    So too what another version has left, whose settings this one cannot read.
+    """
     if not (order.folder / EXPERIMENT).is_file():
         (order.folder / _SPENT).unlink(missing_ok=True)  # of a run that never began
-    elif read_experiment(order.folder) != order.job.experiment:
+    elif _found(order.folder) != order.job.experiment:
         shutil.rmtree(order.folder)
+
+
+def _found(folder: Path) -> Experiment | None:
+    try:
+        return read_experiment(folder)
+    except ValueError:
+        return None
 
 
 def _spent(folder: Path) -> float:

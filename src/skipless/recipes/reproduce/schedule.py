@@ -3,14 +3,10 @@
 import functools
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
@@ -20,7 +16,8 @@ from skipless.recipes.reproduce.job import Job, Setting
 from skipless.recipes.reproduce.log import ResultsFolder
 from skipless.recipes.reproduce.plan import missing
 from skipless.recipes.reproduce.record import Record
-from skipless.recipes.reproduce.run import Order, carry_out
+from skipless.recipes.reproduce.run import Order
+from skipless.recipes.reproduce.worker import Worker
 
 _PIECE_SECONDS = 60.0  # a resumable run is begun if it can go on for so long
 _MOST_FAILURES = 3
@@ -56,41 +53,6 @@ class Watch:
         """A run ended with an error that is not divergence; its traceback is in a file."""
 
 
-class _Worker:
-    """A process of its own, which keeps what it has compiled; with jobs=1 this very process."""
-
-    def __init__(self, alone: bool, threads: int):
-        self.alone, self.threads, self.network = alone, threads, ""
-        self._pool = None if alone else self._open()
-
-    def start(self, order: Order) -> Future:
-        """Carry out an order."""
-        self.network = order.job.network
-        if self._pool is not None:
-            try:
-                return self._pool.submit(_attempt, order)
-            except BrokenProcessPool:  # the process was killed; a new one takes its place
-                self._pool = self._open()
-                return self._pool.submit(_attempt, order)
-        future: Future = Future()
-        try:
-            future.set_result(_attempt(order))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def stop(self) -> None:
-        """End the process; a run that is interrupted saves itself first."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _open(self) -> ProcessPoolExecutor:
-        # read when a process first imports torch: each worker would otherwise compile with all cores
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(self.threads))
-        setup = (os.getpid(), self.threads)
-        return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin, initargs=setup)
-
-
 @dataclass
 class Crew:
     """The workers and what they are doing."""
@@ -106,8 +68,8 @@ class Crew:
     def __post_init__(self):
         count = self.limits.jobs
         threads = max((os.cpu_count() or 1) // count, 1)
-        self._workers = [_Worker(count == 1, threads) for _ in range(count)]
-        self._running: dict[Future, tuple[_Worker, Job]] = {}
+        self._workers = [Worker(count == 1, threads) for _ in range(count)]
+        self._running: dict[Future, tuple[Worker, Job]] = {}
         self._dropped: set[str] = set()
         self._paces: list[float] = []
         self._failed: set[str] = set()
@@ -119,6 +81,10 @@ class Crew:
             while self._start_some() or self._running:
                 if self._running:
                     self._take_in()
+        except BaseException:  # a signal may have reached this process alone
+            for worker in self._workers:
+                worker.interrupt()
+            raise
         finally:
             for worker in self._workers:
                 worker.stop()
@@ -138,7 +104,7 @@ class Crew:
             begun = True
         return begun
 
-    def _next(self, worker: _Worker) -> Job | None:
+    def _next(self, worker: Worker) -> Job | None:
         """The first job that fits into the time; of its like, one of the worker's own network, or of nobody's."""
         busy = {job.key for _, job in self._running.values()}
         if any(job.exclusive for _, job in self._running.values()):
@@ -216,26 +182,3 @@ class Crew:
             raise ValueError(
                 f"runs of {_MOST_FAILURES} networks in a row failed, the last one ({job.describe()}): {error}"
             ) from error
-
-
-def _attempt(order: Order) -> Record | None:
-    """carry_out, in whichever process; what goes wrong is written down there."""
-    try:
-        return carry_out(order)
-    except Exception as error:
-        raise failure.keep(error, order.folder) from error
-
-
-def _begin(parent: int, threads: int) -> None:
-    """Set a worker process up: its share of the cores, and its end when the one that started it is gone."""
-    import torch
-
-    torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # while a run trains it listens itself, and saves
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
