@@ -64,3 +64,14 @@ def _in_many_digits(c: float, p: float, q: float) -> tuple[float, float]:
         even = p * q + c**2 * curve
         slope = both + c * density * (1 + 2 * curve) + density * c / (outer - c**2) * even
         return float(c * both + density * even), float(slope)
+
+
+def test_kernels_stay_symmetric_to_the_last_bit():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 5)) * np.exp(3.0 * rng.standard_normal((60, 1)))
+    kernel = x @ x.T
+    kernel = (kernel + kernel.T) / 2.0
+    variance = np.diagonal(kernel)
+    for moment in (gelu.pair_moment, gelu.derivative_pair_moment):
+        mapped = moment(kernel, variance[:, None], variance[None, :])
+        np.testing.assert_array_equal(mapped, mapped.T)

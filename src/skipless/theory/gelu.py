@@ -28,7 +28,7 @@ def derivative_pair_moment(covariance: Array, p: Array, q: Array) -> Array:
     """
     apart, determinant = _determinants(covariance, p, q)
     both, density = _orthant(covariance, determinant)
-    sizes, outer = 1.0 + p + q, (1.0 + p) * (1.0 + q)
+    sizes, outer = 1.0 + (p + q), (1.0 + p) * (1.0 + q)
     loss = (sizes**2 - p * q + (sizes + 1.0) * apart) / determinant
     return both + covariance * density * (2.0 * (sizes + 1.0) - loss) / outer
 
@@ -42,7 +42,7 @@ def _determinants(c: Array, p: Array, q: Array) -> tuple[Array, Array]:
     """Δ = pq − c² and 1+p+q+Δ, the determinants of the covariance of (u, v) and of that of (u+z, v+z')."""
     across = np.sqrt(p * q)
     apart = np.maximum((across - c) * (across + c), 0.0)  # of a kernel rounded to |c| > √(pq): 0
-    return apart, 1.0 + p + q + apart
+    return apart, 1.0 + (p + q) + apart  # (p + q) first: a kernel stays symmetric to the last bit
 
 
 def _orthant(c: Array, determinant: Array) -> tuple[Array, Array]:
