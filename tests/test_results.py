@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from skipless.cli.reproduce_run import Request, _setting
 from skipless.recipes.reproduce.catalogue import ITEMS
 from skipless.recipes.reproduce.document import as_json, gather, markdown
+from skipless.recipes.reproduce.job import Setting
 from skipless.recipes.reproduce.log import ResultsFolder
 from skipless.recipes.reproduce.scale import SCALES
 
@@ -19,8 +19,7 @@ DONE = sorted(file.name.removesuffix("-small.json") for file in (ROOT / "results
 
 
 def summary(name: str):
-    setting = _setting(Request((name,), "small", tables_only=True), SCALES["small"], FOLDER)
-    return gather(ITEMS[name], setting, FOLDER.records)
+    return gather(ITEMS[name], Setting.of(SCALES["small"], FOLDER.texts()[0]), FOLDER.records)
 
 
 @pytest.mark.parametrize("name", DONE)

@@ -1,7 +1,7 @@
 """`skipless report`: runs, inspections and certificates as one HTML file."""
 
 import json
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +35,7 @@ def command(
     from skipless.analysis.report import render
     from skipless.cli.output import check_apart, check_target, write_whole
     from skipless.cli.report_results import free_name, is_results, read_results
+    from skipless.recipes.reproduce.document import count
 
     check_apart({"--out": out}, paths)
     check_target(out)
@@ -46,7 +47,8 @@ def command(
         print(words)
     page = render(inspections, curves, title, tables).encode()
     write_whole(out, page)
-    print(f"report: {out} ({len(page) / 1000:.0f} kB, {_count(inspections, 'network')}, {_count(curves, 'run')})")
+    networks = count(len(inspections), "network")
+    print(f"report: {out} ({len(page) / 1000:.0f} kB, {networks}, {count(len(curves), 'run')})")
 
 
 def gather(paths: Iterable[Path]) -> "tuple[list[Inspection], dict[str, list[dict[str, Any]]]]":
@@ -131,7 +133,3 @@ def _experiment(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); delete it to show the run without its settings") from error
     return data if isinstance(data, dict) else {}
-
-
-def _count(things: Sized, name: str) -> str:
-    return f"{len(things)} {name}{'s' * (len(things) != 1)}"

@@ -11,7 +11,7 @@ from skipless.cli.output import print_table
 from skipless.cli.reproduce_watch import Reporter
 from skipless.cli.reproduce_write import write_item, write_kernels
 from skipless.recipes.reproduce.catalogue import check_arms, items_named
-from skipless.recipes.reproduce.document import Summary
+from skipless.recipes.reproduce.document import Summary, count
 from skipless.recipes.reproduce.item import Item
 from skipless.recipes.reproduce.job import Job, Setting
 from skipless.recipes.reproduce.log import ResultsFolder
@@ -102,8 +102,8 @@ def _work(
     left = Crew(runnable, setting, folder, limits, reporter, arms).work()
     reporter.close()
     if left:
-        some = "1 run is" if len(left) == 1 else f"{len(left)} runs are"
-        _say(f"{some} still missing, and what follows from it; the same command goes on:")
+        are = "is" if len(left) == 1 else "are"
+        _say(f"{count(len(left), 'run')} {are} still missing, and what follows from it; the same command goes on:")
         _list(left)
 
 

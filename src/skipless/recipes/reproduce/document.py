@@ -130,17 +130,18 @@ def _how(summary: Summary) -> str:
     times = f" Times are of up to {beside} runs side by side on one device." if beside > 1 else ""
     commits = ", ".join(sorted({record.commit for record in runs if record.commit}))
     tuned = (
-        f"Every arm: {_count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
+        f"Every arm: {count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
         f"the best while that lies at the edge ({MOST_BEYOND} at most), seed 0, chosen by training loss; then "
-        f"{_count(setting.seeds, 'seed')} at the best rate."
+        f"{count(setting.seeds, 'seed')} at the best rate."
     )
     words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
     where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."
     return f"Text: {setting.text.describe()}. {tuned} {words}{times} {where}\n"
 
 
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'s' * (number > 1)}"
+def count(number: int, name: str) -> str:
+    """ "1 run", "2 runs", "0 runs"."""
+    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _bands(summary: Summary) -> str:
@@ -168,7 +169,7 @@ def _sweeps(summary: Summary) -> str:
 
 def _missing(summary: Summary) -> str:
     command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name} --data …"
-    begun = [f"{summary.outcomes[name].arm.label} ({_runs(count)})" for name, count in summary.further.items()]
+    begun = [f"{summary.outcomes[name].arm.label} ({count(left, 'run')})" for name, left in summary.further.items()]
     further = [arm.label for arm in summary.item.arms if arm.name not in summary.outcomes]
     optional = {"not complete": begun, "not run": further}
     left = [f"{words}: {'; '.join(labels)}" for words, labels in optional.items() if labels]
@@ -176,11 +177,7 @@ def _missing(summary: Summary) -> str:
     if not summary.to_do:
         return f"All runs of the usual arms are done.{more}\n" if more else "All runs are done.\n"
     are = "is" if summary.to_do == 1 else "are"
-    return f"At least {_runs(summary.to_do)} {are} still missing: `{command}` goes on.{more}\n"
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'' if count == 1 else 's'}"
+    return f"At least {count(summary.to_do, 'run')} {are} still missing: `{command}` goes on.{more}\n"
 
 
 def _all_runs(outcome: Outcome) -> list[Record]:
