@@ -10,7 +10,7 @@ from skipless.recipes.reproduce.catalogue import ITEMS, check_arms, items_named
 from skipless.recipes.reproduce.item import Item
 from skipless.recipes.reproduce.job import Setting, make_job
 from skipless.recipes.reproduce.plan import missing, total
-from skipless.recipes.reproduce.rates import expected, kind
+from skipless.recipes.reproduce.rates import by_depth, expected, kind
 from skipless.recipes.reproduce.scale import SCALES, scale_named
 from skipless.recipes.reproduce.text import Text
 from skipless.train.config import Experiment
@@ -35,7 +35,10 @@ def test_every_arm_is_an_experiment_at_every_size(item: Item, scale, text: Text)
 @each_item
 def test_arms_of_an_item_are_equal_but_for_what_they_compare(item: Item, text: Text) -> None:
     scale = SCALES["small"]
-    experiments = [arm.experiment(scale, text, 1e-3) for arm in item.arms]
+    rates = [by_depth(1e-3, arm.model(scale, text).depth, power=arm.depth_power) for arm in item.arms]
+    experiments = [
+        arm.experiment(scale, text, rate if arm.follows else 1e-3) for arm, rate in zip(item.arms, rates, strict=True)
+    ]
     usual = scale.schedule(item.arms[0].corpus)
     schedules = {replace(usual, precision=arm.precision or usual.precision) for arm in item.arms}
     assert {experiment.train for experiment in experiments} == schedules
@@ -163,7 +166,8 @@ def test_kinds_of_networks(text: Text) -> None:
     scale = SCALES["small"]
     arms = {arm.name: arm for item in TRAINED for arm in item.arms}
     kinds = {
-        name: kind(arms[name].model(scale, text)) for name in ("e-spa", "pre-ln", "mlp-0.97", "skipinit", "stable")
+        name: kind(arms[name].model(scale, text))
+        for name in ("e-spa", "pre-ln", "mlp-0.97", "skipinit", "stable", "mirrored/muon", "pre-ln-mirrored/muon")
     }
     assert kinds == {
         "e-spa": "skipless",
@@ -171,6 +175,8 @@ def test_kinds_of_networks(text: Text) -> None:
         "mlp-0.97": "one-skip",
         "skipinit": "weighted",
         "stable": "weighted",
+        "mirrored/muon": "mirrored",
+        "pre-ln-mirrored/muon": "residual",
     }
 
 
@@ -188,7 +194,7 @@ def test_every_item_states_its_bands_about_its_own_arms(item: Item) -> None:
 
 def test_few_arms_at_the_size_of_one_gpu(text: Text) -> None:
     scale = SCALES["small"]
-    assert all(len(item.chosen(scale)) <= 6 for item in TRAINED)
+    assert all(len(item.chosen(scale)) <= 6 for item in TRAINED if item.name not in ("mirrored", "mirrored-depth"))
     assert all(item.chosen(SCALES["paper"]) == item.arms for item in TRAINED)
     assert total(ITEMS["baselines"], Setting.of(scale, text)) == 5 * (3 + 1)
 
@@ -210,7 +216,7 @@ def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean small\?"):
         scale_named("smal")
     assert [item.name for item in items_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
-    assert len(items_named(["all"])) == len(ITEMS) == 22
+    assert len(items_named(["all"])) == len(ITEMS) == 27
 
 
 def test_two_arms_of_one_name_are_refused() -> None:

@@ -33,7 +33,9 @@ class Arm:
 
     printed: what the paper says of it. multiples: lengths of training, as multiples of the usual one; its rate is tuned
     at the usual one. precision: None is the size's own. core arms belong to the item at every size, others to the
-    paper's own and to --arms.
+    paper's own and to --arms. gain_rate: of the gains of SkipInit and Value-SkipInit; None is the optimiser's own.
+    seeds: how many at the best rate; None is the size's own number. follows: another arm of its item, whose best rates
+    it takes instead of tuning its own, the rate by the law over depth with this power (rates.by_depth).
     """
 
     name: str
@@ -43,10 +45,14 @@ class Arm:
     optimizer: Optimizer = "adam"
     role_rates: dict[str, float] = field(default_factory=dict, hash=False)
     keep_orthogonal: tuple[str, ...] = ()
+    gain_rate: float | None = None
     printed: tuple[Printed, ...] = ()
     multiples: tuple[float, ...] = (1.0,)
     precision: Precision | None = None
     core: bool = True
+    seeds: int | None = None
+    follows: str = ""
+    depth_power: float = rates.DEPTH_POWER
 
     @property
     def corpus(self) -> str:
@@ -66,9 +72,16 @@ class Arm:
         return rates.grid(rates.expected(self.model(scale, text), self.optimizer), count)
 
     def experiment(
-        self, scale: Scale, text: Text, rate: float, seed: int = 0, multiple: float = 1.0, measure: Measure = ""
+        self,
+        scale: Scale,
+        text: Text,
+        rate: float,
+        seed: int = 0,
+        multiple: float = 1.0,
+        measure: Measure = "",
+        embedding_rate: float | None = None,
     ) -> Experiment:
-        """The run. measure adds what is to be seen besides losses."""
+        """The run. measure adds what is to be seen besides losses. embedding_rate: None is the size's own."""
         train = scale.schedule(self.corpus, seed, multiple)
         train = dataclasses.replace(train, precision=self.precision or train.precision)
         if measure == "probes":
@@ -84,9 +97,10 @@ class Arm:
             optimizer=OptimizerConfig(
                 self.optimizer,
                 rate,
-                scale.embedding(self.corpus),
+                scale.embedding(self.corpus) if embedding_rate is None else embedding_rate,
                 role_rates=dict(self.role_rates),
                 keep_orthogonal=self.keep_orthogonal,
+                gain_rate=self.gain_rate,
             ),
             train=train,
         )
@@ -94,7 +108,8 @@ class Arm:
 
 @functools.lru_cache(maxsize=1024)
 def _model(arm: Arm, scale: Scale, text: Text) -> ModelConfig:
-    plain = preset(arm.preset, activation="identity", **_without(arm.changes, "activation"))
+    # sizes and scheme alone are read from it; nothing is solved, and a mirrored MLP would want its own activation
+    plain = preset(arm.preset, activation="identity", **_without(arm.changes, "activation", "mlp_init"))
     changes = {**arm.changes, **scale.sizes(plain), "vocab_size": text.vocab_size}
     if isinstance(plain.scheme, ExponentialSPA | UniformSPA):
         changes["scheme"] = dataclasses.replace(plain.scheme, repeat_rate=text.repeat_rate)
@@ -133,5 +148,5 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != name}
+def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in names}

@@ -5,8 +5,9 @@ gaps, which are of means, and numbers of steps, which are of the first seed. An 
 in its item, "e-spa"; "e-spa@5" is the same one trained five times as long.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -162,6 +163,59 @@ class SmallerGap:
         small, large = (pair[1].mean - pair[0].mean for pair in found if pair is not None)
         good = math.isfinite(small) and small < large
         return _verdict(good, f"{small:.3g} against {large:.3g}")
+
+
+@dataclass(frozen=True)
+class NoWiderGap:
+    """The gap between two arms exceeds that between two others by no more than seeds differ; (lower, higher) each."""
+
+    gap: tuple[str, str]
+    than: tuple[str, str]
+    quantity: str = "train_loss"
+
+    def claim(self) -> str:
+        """In words."""
+        first, second = (f"from {low} to {high}" for low, high in (self.gap, self.than))
+        return f"the gap {first} exceeds that {second} by no more than seeds differ{_of(self.quantity)}"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """Compare differences of means; half of each arm's range over seeds is allowed."""
+        gap, than = (_pair(findings, *arms, self.quantity) for arms in (self.gap, self.than))
+        if gap is None or than is None:
+            return Verdict("not run")
+        first, second = (pair[1].mean - pair[0].mean for pair in (gap, than))
+        noise = sum(sample.half_range for sample in (*gap, *than))
+        return _verdict(first - second <= noise, f"{first:.3f} against {second:.3f}, seeds ± {noise:.3f}")
+
+
+@dataclass(frozen=True)
+class NoSpike:
+    """The smoothed training loss of an arm never rises by more than `most` above the lowest before it, in any run."""
+
+    arm: str
+    most: float = 0.1
+
+    def claim(self) -> str:
+        """In words."""
+        return f"the training loss of {self.arm} never rises by more than {self.most:g}"
+
+    def judge(self, findings: Findings) -> Verdict:
+        """By the curves of all seeds at the usual length."""
+        outcome = findings.outcomes.get(self.arm)
+        runs = {} if outcome is None else outcome.runs.get(1.0, {})
+        if outcome is not None and (outcome.failed or any(run.diverged for run in runs.values())):
+            return Verdict("fail", f"{self.arm} diverged")
+        curves = [run.curve for run in runs.values() if run.curve]
+        if not curves:
+            return Verdict("not run")
+        rise = max(largest_rise([loss for _, loss in curve]) for curve in curves)
+        return _verdict(rise <= self.most, f"{rise:.3f} at most")
+
+
+def largest_rise(losses: Sequence[float]) -> float:
+    """How far a loss gets above the lowest one before it: max over s < t of l_t − l_s, 0 where it only falls."""
+    lowest = itertools.accumulate(losses, min)
+    return max(loss - low for loss, low in zip(losses, lowest, strict=True))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import difflib
 
-from skipless.recipes.reproduce import items_closing, items_more, items_skipless, items_skips
+from skipless.recipes.reproduce import items_closing, items_mirrored, items_more, items_skipless, items_skips
 from skipless.recipes.reproduce.item import Item
 
 ITEMS: dict[str, Item] = {
@@ -30,6 +30,11 @@ ITEMS: dict[str, Item] = {
         items_closing.KEPT_ORTHOGONAL,
         items_closing.ROUNDING,
         items_closing.DEPTH_STEADY,
+        items_mirrored.FACTORS,
+        items_mirrored.MIRRORED,
+        items_mirrored.LONGER,
+        items_mirrored.DEPTH,
+        items_mirrored.OTHERS,
     )
 }
 

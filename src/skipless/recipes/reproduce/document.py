@@ -103,6 +103,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
             name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.sweep.items()}
             for name, outcome in summary.outcomes.items()
         },
+        **({"embedding_sweeps": _embedding_sweeps(summary)} if item.embedding_rates else {}),
         "missing": summary.to_do,
     }
 
@@ -132,11 +133,33 @@ def _how(summary: Summary) -> str:
     tuned = (
         f"Every arm: {count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
         f"the best while that lies at the edge ({MOST_BEYOND} at most), seed 0, chosen by training loss; then "
-        f"{count(setting.seeds, 'seed')} at the best rate."
+        f"{count(setting.seeds, 'seed')} at the best rate{_headline_seeds(summary)}.{_embedding_words(summary.item)}"
+        f"{_law_words(summary.item)}"
     )
     words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
     where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."
     return f"Text: {setting.text.describe()}. {tuned} {words}{times} {where}\n"
+
+
+def _headline_seeds(summary: Summary) -> str:
+    setting = summary.setting
+    own = {setting.seeds_of(arm) for arm in summary.item.arms} - {setting.seeds}
+    return f" ({', '.join(map(str, sorted(own)))} of some arms)" if own else ""
+
+
+def _embedding_words(item: Item) -> str:
+    if len(item.embedding_rates) < 2:
+        return f" The embedding's rate is {item.embedding_start:g} for all." if item.embedding_rates else ""
+    tried = ", ".join(f"{rate:g}" for rate in item.embedding_rates)
+    return (
+        f" That is at an embedding rate of {item.embedding_start:g}; at the best rate the embedding's is then tuned by "
+        f"the same rule over {tried}, and seeds run at the best pair."
+    )
+
+
+def _law_words(item: Item) -> str:
+    followers = any(arm.follows for arm in item.arms)
+    return " Deeper arms are not tuned: they take the rates of the shallowest by a law over depth." if followers else ""
 
 
 def count(number: int, name: str) -> str:
@@ -157,14 +180,25 @@ def _bands(summary: Summary) -> str:
 def _sweeps(summary: Summary) -> str:
     lines = []
     for outcome in summary.outcomes.values():
-        tried = [
-            f"{rate:g}: {record.train_loss:.3f}"
-            if math.isfinite(record.train_loss)
-            else f"{rate:g}: diverged at step {record.diverged_at}"
-            for rate, record in outcome.sweep.items()
-        ]
-        lines.append((outcome.arm.label, "; ".join(tried) or "not run"))
-    return f"## Rates tried: training loss\n\n{table(('arm', 'rate: loss'), lines)}"
+        own = summary.setting.scale.embedding(outcome.arm.corpus) if summary.item.embedding_rates else None
+        lines.append((outcome.arm.label, "; ".join(_tried(record, own) for record in outcome.swept) or "not run"))
+    head = "rate, embedding's rate: loss" if summary.item.embedding_rates else "rate: loss"
+    return f"## Rates tried: training loss\n\n{table(('arm', head), lines)}"
+
+
+def _tried(record: Record, own: float | None) -> str:
+    """A run of a sweep; own: the size's own embedding rate, where the embedding's rate is to be shown."""
+    rates = f"{record.rate:g}" + ("" if own is None else f", {record.embedding_rate or own:g}")
+    loss = f"{record.train_loss:.3f}" if math.isfinite(record.train_loss) else f"diverged at step {record.diverged_at}"
+    return f"{rates}: {loss}"
+
+
+def _embedding_sweeps(summary: Summary) -> dict[str, dict[str, float | None]]:
+    """Losses by the embedding's rate, at each arm's best rate."""
+    return {
+        name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.embedding_sweep.items()}
+        for name, outcome in summary.outcomes.items()
+    }
 
 
 def _missing(summary: Summary) -> str:
@@ -181,7 +215,7 @@ def _missing(summary: Summary) -> str:
 
 
 def _all_runs(outcome: Outcome) -> list[Record]:
-    return [*outcome.sweep.values(), *(record for runs in outcome.runs.values() for record in runs.values())]
+    return [*outcome.swept, *(record for runs in outcome.runs.values() for record in runs.values())]
 
 
 def _finite(value: float | None) -> float | None:

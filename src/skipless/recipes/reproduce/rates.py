@@ -1,7 +1,8 @@
 """Learning rates: the paper's ladder {1, 2, 3, 5}·10ⁿ, the rate each kind of network is expected to like, and grids.
 
 Every arm of an item gets the same number of rates, centred on the expected one, and another beyond the best while that
-lies at the edge and is better than its neighbour, three at most: equal tuning.
+lies at the edge and is better than its neighbour, three at most: equal tuning. Arms of great depth may instead take the
+rate of a shallower one by a law.
 """
 
 import math
@@ -29,14 +30,27 @@ EXPECTED: dict[tuple[str, str], float] = {
     ("residual", "adam"): 5e-4,
     ("residual", "muon"): 1e-2,
     ("residual", "soap"): 1e-3,
+    # Mirrored MLPs without skips, at 36 blocks × 256 over 1,500 steps with one seed; SOAP's is a guess between them.
+    ("mirrored", "adam"): 2e-4,
+    ("mirrored", "muon"): 2e-3,
+    ("mirrored", "soap"): 3e-4,
 }
+
+# The rate falls as depth^−power. Each of L blocks moves the output of a network without skips by about as much as its
+# own matrices move, relative to their size; Muon moves all of them by the same share. With one direction in common the
+# L shares add up, so that the whole moves by the same amount if each moves by 1/L of it. For ReLU MLPs trained by SGD
+# the power is 3/2 (Jelassi et al. 2023, arXiv:2305.07810).
+DEPTH_POWER = 1.0
 
 
 def kind(model: ModelConfig) -> str:
-    """ "skipless", "one-skip", "weighted" (normalised, stable, SkipInit) or "residual" (1, 1), as in Pre-LN."""
+    """ "skipless", "one-skip", "weighted" (normalised, stable, SkipInit) or "residual" (1, 1), as in Pre-LN.
+
+    "mirrored": skipless, with MLPs that start mirrored.
+    """
     attention, mlp = model.attention_skip, model.mlp_skip
     if model.skipless:
-        return "skipless"
+        return "mirrored" if model.mlp_init == "mirrored" else "skipless"
     if attention.shortcut == 0.0 or mlp.shortcut == 0.0:
         return "one-skip"
     return "residual" if attention.residual == mlp.residual == 1.0 else "weighted"
@@ -45,6 +59,11 @@ def kind(model: ModelConfig) -> str:
 def expected(model: ModelConfig, optimizer: str) -> float:
     """The rate at the middle of a network's grid."""
     return EXPECTED[kind(model), optimizer]
+
+
+def by_depth(rate: float, depth: int, at: int = 36, power: float = DEPTH_POWER) -> float:
+    """The rate of a network of `depth` blocks from the best one of `at` blocks, to three digits: ∝ depth^−power."""
+    return float(f"{rate * (at / depth) ** power:.3g}")
 
 
 def grid(middle: float, count: int) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ class Record:
     cosines, packed by skipless.recipes.reproduce.stages.
 
     step_seconds is the median pace and jobs the number of runs side by side at the time: only 1 makes paces comparable.
+    embedding_rate: None is the scale's own.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Record:
     measures: dict[str, float] = field(default_factory=dict)
     curve: list[list[float]] = field(default_factory=list)
     kernels: dict[str, Any] = field(default_factory=dict)
+    embedding_rate: float | None = None
 
     @property
     def diverged(self) -> bool:
@@ -140,6 +142,7 @@ def record_of(
         **{name: outcome[name] for name in ("seconds", "step_seconds", "jobs", "device", "torch", "commit", "time")},
         measures=dict(outcome.get("measures", {})),
         kernels=dict(outcome.get("kernels", {})),
+        embedding_rate=job.embedding_rate,
     )
 
 

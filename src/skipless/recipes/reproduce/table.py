@@ -96,7 +96,7 @@ def best_record(outcome: Outcome, multiple: float = 1.0) -> Record | None:
     """The run that stands for the arm in a figure: the best rate's first seed, or the best of an unfinished sweep."""
     if runs := outcome.runs.get(multiple):
         return runs[min(runs)]
-    finite = [record for record in outcome.sweep.values() if math.isfinite(record.train_loss)]
+    finite = [record for record in outcome.swept if math.isfinite(record.train_loss)]
     return min(finite, key=lambda record: record.train_loss) if finite and multiple == 1.0 else None
 
 
@@ -116,7 +116,7 @@ def _row(outcome: Outcome, quantity: str, multiple: float) -> Row:
     sample = outcome.sample(quantity, multiple)
     ours, record = sample_text(sample, digits), best_record(outcome, multiple)
     if sample is None and record is not None and (value := record.value(quantity)) is not None:
-        tried = len(outcome.sweep)
+        tried = len(outcome.swept)
         ours = f"{value:.{digits}f} (sweep: {tried} of {tried + len(outcome.missing)})"
     label = arm.label if multiple == 1.0 else f"{arm.label}, {multiple:g}× the steps"
     value = None if sample is None else sample.mean
@@ -124,14 +124,24 @@ def _row(outcome: Outcome, quantity: str, multiple: float) -> Row:
 
 
 def _cells(outcome: Outcome, multiple: float) -> tuple[str, ...]:
-    runs = list(outcome.runs.get(multiple, {}).values()) or ([] if multiple != 1.0 else list(outcome.sweep.values()))
+    runs = list(outcome.runs.get(multiple, {}).values()) or ([] if multiple != 1.0 else list(outcome.swept))
     if not runs:
         return ("–",) * 5
-    rate = "–" if outcome.best is None else f"{outcome.best:g}" + " (at the edge)" * outcome.edge
     seconds = sum(record.seconds for record in runs) / len(runs)
     chosen = best_record(outcome, multiple) or runs[0]
     seeds = len(outcome.runs.get(multiple, {})) or 1
-    return (f"{chosen.steps}", f"{seconds:.0f} s", f"{seeds}", rate, f"{chosen.item}-{chosen.scale} {chosen.key[:8]}")
+    log = f"{chosen.item}-{chosen.scale} {chosen.key[:8]}"
+    return (f"{chosen.steps}", f"{seconds:.0f} s", f"{seeds}", _best_text(outcome), log)
+
+
+def _best_text(outcome: Outcome) -> str:
+    """The best rate, and the embedding's where it is not the size's own."""
+    if outcome.best is None:
+        return "–"
+    rate = f"{outcome.best:g}" + " (at the edge)" * outcome.edge
+    if outcome.best_embedding is None:
+        return rate
+    return f"{rate}, embedding {outcome.best_embedding:g}" + " (at the edge)" * outcome.embedding_edge
 
 
 def _wall_clock(ratio: Ratio | None, outcome: Outcome, baseline: Outcome) -> Ratio | None:
