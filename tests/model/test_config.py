@@ -103,9 +103,33 @@ def test_replace_leaves_an_activation_of_one_s_own_alone():
     assert ModelConfig().replace(depth=72, activation=own).activation == own
 
 
+def test_mirrored_mlps_take_plain_gelu_unless_told_otherwise():
+    """At any depth: there is nothing to solve."""
+    mirrored = preset("wikitext103/e-spa", mlp_init="mirrored")
+    assert mirrored.activation == ShapedActivation("gelu")
+    assert mirrored == preset("wikitext103/e-spa").replace(mlp_init="mirrored")
+    assert mirrored.replace(depth=1).activation == ShapedActivation("gelu")
+    assert mirrored.replace(mlp_init=None).activation == ShapedActivation("gelu")
+    assert ModelConfig(depth=1, mlp_init="mirrored").activation == ShapedActivation("gelu")
+    silu = ModelConfig(mlp_init="mirrored", activation="silu")
+    assert silu.activation == ShapedActivation("silu")
+    assert ModelConfig.from_json(silu.to_json()) == silu
+    assert ModelConfig(mlp_init="mirrored", hidden=0).activation == ShapedActivation("identity")
+
+
+@pytest.mark.parametrize("activation", ["dks-gelu", "tat-gelu", "tanh", "sigmoid", dks("gelu", 36)])
+def test_mirrored_mlps_refuse_an_activation_whose_odd_part_is_curved(activation):
+    with pytest.raises(ValueError, match=r"mlp_init='mirrored': φ\(x\) − φ\(−x\) must be a multiple of x.*use 'gelu'"):
+        ModelConfig(mlp_init="mirrored", activation=activation)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: ModelConfig(mlp_init="mirror"), "mlp_init is 'mirror'; it must be one of None, 'mirrored'"),
+        (lambda: ModelConfig(mlp_init="mirrored", hidden=4095), "hidden=4095 is odd.*use hidden=4096"),
+        (lambda: ModelConfig(mlp_init="mirrored", hidden=1024), "512 mirrored pairs, fewer than the 1024.*hidden=2048"),
+        (lambda: ModelConfig(activation=3), "activation is 3; it must be a name"),
         (lambda: preset("wikitext103/e-spa", hidden=0).replace(hidden=64), "hidden becomes 64.*name one too"),
         (lambda: ModelConfig(scheme="e-spa"), r"scheme is 'e-spa'; it must be one of .*ExponentialSPA\(\)"),
         (lambda: ModelConfig(attention_skip=0.98), r"attention_skip is 0.98; it must be a Skip"),

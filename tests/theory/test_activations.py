@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipless.theory.activations import BASE_NAMES, ShapedActivation
+from skipless.theory.activations import BASE_NAMES, ShapedActivation, odd_factor
 
 SMOOTH = [name for name in BASE_NAMES if name not in ("relu", "leaky_relu")]
 X = np.linspace(-6.0, 6.0, 241) + 0.0123
@@ -93,3 +93,36 @@ def test_refusals():
         ShapedActivation("relu").derivative(X, order=2)
     with pytest.raises(ValueError, match="order 3"):
         ShapedActivation("tanh").derivative(X, order=3)
+
+
+@pytest.mark.parametrize("base", BASE_NAMES)
+@pytest.mark.parametrize("shift", [0.0, 0.2])
+def test_the_odd_factor_is_there_exactly_where_the_odd_part_is_linear(base, shift):
+    """φ̂(x) − φ̂(−x) = c·x on a grid, or a curve that no multiple of x comes near."""
+    slope = {"negative_slope": 0.3} if base == "leaky_relu" else {}
+    f = ShapedActivation(base, 0.7, shift, -0.1, 1.9, **slope)
+    odd, factor = f(X) - f(-X), odd_factor(f)
+    best = (odd @ X) / (X @ X)
+    if factor is None:
+        assert np.abs(odd - best * X).max() > 1e-3
+    else:
+        np.testing.assert_allclose(odd, factor * X, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("activation", "factor"),
+    [
+        (ShapedActivation("gelu"), 1.0),
+        (ShapedActivation("silu"), 1.0),
+        (ShapedActivation("relu"), 1.0),
+        (ShapedActivation("leaky_relu", negative_slope=0.2), 1.2),
+        (ShapedActivation("leaky_relu", negative_slope=1.0, input_shift=3.0), 2.0),
+        (ShapedActivation("leaky_relu", negative_slope=-1.0), 0.0),
+        (ShapedActivation("identity", input_shift=3.0), 2.0),
+        (ShapedActivation("tanh"), None),
+        (ShapedActivation("sigmoid"), None),
+        (ShapedActivation("gelu", input_shift=0.1), None),
+    ],
+)
+def test_odd_factors(activation, factor):
+    assert odd_factor(activation) == factor

@@ -14,7 +14,7 @@ from skipless.nn.activation import Activation
 from skipless.ops.parts import ShapeParts
 from skipless.theory import gaussian, local_maps
 from skipless.theory.activations import ShapedActivation
-from skipless.theory.propagation import Attend, Chain, KernelLayer, Mlp, Normalise, Residual
+from skipless.theory.propagation import Attend, Chain, KernelLayer, MirroredMlp, Mlp, Normalise, Residual
 from skipless.theory.shapes import AttentionShape, IdentityShape
 
 _PARSEVAL = 1e-12  # as in theory.local_maps
@@ -52,6 +52,8 @@ def _forward(layer: KernelLayer, kernel: Tensor) -> Tensor:
             return (heads @ kernel @ heads.mT).mean(0)
         case Mlp():
             return _mapped(layer, 0, kernel)
+        case MirroredMlp():
+            return kernel
         case Normalise():
             scale = torch.diagonal(kernel).sqrt()
             return kernel / torch.outer(scale, scale)
@@ -72,6 +74,8 @@ def _backward(layer: KernelLayer, gradient: Tensor, kernel: Tensor) -> Tensor:
             return (heads.mT @ gradient @ heads).mean(0)
         case Mlp():
             return gradient * _mapped(layer, 1, kernel)
+        case MirroredMlp():
+            return gradient
         case Normalise():
             scale = torch.diagonal(kernel).sqrt()
             return gradient / torch.outer(scale, scale)

@@ -138,8 +138,6 @@ def _norm_words(config: ModelConfig) -> str:
 
 
 def _activation_words(config: ModelConfig) -> str:
-    shaped = config.activation
-    if isinstance(shaped, str):
-        return shaped
+    shaped = config.shaped_activation
     name = shaped.base.replace("_", " ")
     return name if shaped == ShapedActivation(shaped.base) else f"shaped {name}"

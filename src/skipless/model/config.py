@@ -30,9 +30,11 @@ class ModelConfig:
     """A transformer of the paper or a relative of it. Defaults: vanilla E-SPA, 36 blocks of width 1024.
 
     activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are what is kept,
-    so that loading needs no solver. hidden=0 means attention-only, with no activation to solve. length is the training
-    length: calibrations and presets use it, and only calibrations "exact" and "mlp-aware" forbid longer sequences.
-    query_key None means zero-query for SPA, normal otherwise.
+    so that loading needs no solver. None means dks-gelu, or plain gelu for mirrored MLPs. hidden=0 means
+    attention-only, with no activation to solve. length is the training length: calibrations and presets use it, and
+    only calibrations "exact" and "mlp-aware" forbid longer sequences. query_key None means zero-query for SPA, normal
+    otherwise. mlp_init None means as `init`; "mirrored" pairs hidden units of opposite sign, so that every MLP starts
+    as an exact rotation of its input (docs/derivations.md).
     """
 
     vocab_size: int = 32_000
@@ -46,7 +48,7 @@ class ModelConfig:
     attention_skip: Skip = field(default_factory=Skip)
     mlp_skip: Skip = field(default_factory=Skip)
     norm: NormPlacement = "none"
-    activation: ShapedActivation | str = "dks-gelu"
+    activation: ShapedActivation | str | None = None
     position: Position = "rope"
     rope_base: float = 10_000.0
     query_key: QueryKeyInit | None = None
@@ -57,6 +59,7 @@ class ModelConfig:
     causal: bool = True
     head: Head = "lm"
     classes: int = 0
+    mlp_init: Literal["mirrored"] | None = None
 
     def __post_init__(self):
         _check_kinds(self)
@@ -71,9 +74,12 @@ class ModelConfig:
             object.__setattr__(self, name, value)
         checks.check_sizes(self)
         checks.check_choices(self)
-        if isinstance(self.activation, str):
-            name = self.activation if self.hidden else "identity"
+        given = self.activation
+        if not isinstance(given, ShapedActivation):
+            default = "gelu" if self.mlp_init == "mirrored" else "dks-gelu"
+            name = (given or default) if self.hidden else "identity"
             object.__setattr__(self, "activation", named_activation(name, self.depth, self.mlp_skip))
+        checks.check_mirrored(self, given)
 
     @property
     def preserves_signal(self) -> bool:
@@ -124,11 +130,13 @@ class ModelConfig:
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed. Unknown names are errors; what is derived from a changed field follows it.
 
-        So does an activation shaped by its name: dks-gelu for 36 blocks becomes dks-gelu for 108.
+        So does an activation shaped by its name: dks-gelu for 36 blocks becomes dks-gelu for 108, and the default of
+        mlp_init="mirrored" with it.
         """
         checks.check_names(ModelConfig, changes)
         if "activation" not in changes and (name := _shaped_name(self, changes)):
-            changes["activation"] = name
+            mirrored = changes.get("mlp_init") == "mirrored" and name == "dks-gelu"
+            changes["activation"] = None if mirrored else name
         derived = {
             "hidden": ("width", 4 * self.width),
             "kv_heads": ("heads", self.heads),
@@ -175,7 +183,7 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
             "activation='dks-gelu'"
         )
     own = config.shaped_activation
-    if not config.hidden or own == ShapedActivation(own.base) or not changes.keys() & {"depth", "mlp_skip"}:
+    if not config.hidden or own == ShapedActivation(own.base) or not changes.keys() & {"depth", "mlp_skip", "mlp_init"}:
         return None
     for name in (f"dks-{own.base}", f"tat-{own.base}"):
         with suppress(ValueError):
@@ -218,6 +226,10 @@ def _check_kinds(config: ModelConfig) -> None:
     if not isinstance(config.scheme, tuple(SCHEMES.values())):
         kinds = ", ".join(f"{kind.__name__}()" for kind in SCHEMES.values())
         raise ValueError(f"scheme is {config.scheme!r}; it must be one of {kinds}")
+    if not isinstance(config.activation, ShapedActivation | str | None):
+        raise ValueError(
+            f"activation is {config.activation!r}; it must be a name such as 'gelu', or a ShapedActivation"
+        )
     for name in ("attention_skip", "mlp_skip"):
         if not isinstance(value := getattr(config, name), Skip):
             raise ValueError(f"{name} is {value!r}; it must be a Skip, such as Skip.normalised(0.98)")

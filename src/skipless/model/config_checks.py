@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from skipless.theory.activations import odd_factor
+
 if TYPE_CHECKING:
     from skipless.model.config import ModelConfig
 
@@ -20,6 +22,7 @@ _CHOICES = {
     "bias_gain": (True, False),
     "mlp_bias": (True, False),
     "causal": (True, False),
+    "mlp_init": (None, "mirrored"),
 }
 
 
@@ -93,4 +96,30 @@ def check_choices(config: "ModelConfig") -> None:
     if config.head == "lm" and not config.causal:
         raise ValueError(
             "a non-causal model sees the token it would predict; use head='token' or 'pooled' for encoders"
+        )
+
+
+def check_mirrored(config: "ModelConfig", given: Any) -> None:
+    """Refuse sizes and activations of which no mirrored MLP can be made; `given` is the activation as it was asked for.
+
+    Each direction of the input takes a pair of hidden units, whose difference φ(u) − φ(−u) must be u times a number.
+    """
+    if config.mlp_init != "mirrored" or not config.hidden:
+        return
+    hidden, least = config.hidden, 2 * config.width
+    if hidden % 2:
+        raise ValueError(
+            f"hidden={hidden} is odd, and mirrored units come in pairs; use hidden={max(hidden + 1, least)}"
+        )
+    if hidden < least:
+        raise ValueError(
+            f"hidden={hidden} makes {hidden // 2} mirrored pairs, fewer than the {config.width} directions of the "
+            f"stream, some of which would be lost; use hidden={least} or more"
+        )
+    if not odd_factor(config.shaped_activation):
+        name = given if isinstance(given, str) else config.shaped_activation
+        raise ValueError(
+            f"activation={name!r} with mlp_init='mirrored': φ(x) − φ(−x) must be a multiple of x, so that pairs of "
+            "opposite sign start linear, and here it is not; use 'gelu', 'silu', 'relu', 'leaky_relu' or "
+            "'tat-leaky_relu'"
         )

@@ -30,7 +30,7 @@ def names() -> list[str]:
 
 
 def _wikitext103(scheme: Scheme, **fields) -> Callable[..., ModelConfig]:
-    """36 blocks × 1024, T = 512, DKS-GELU unless said otherwise. App. H."""
+    """36 blocks × 1024, T = 512, the default activation (DKS-GELU) unless said otherwise. App. H."""
     return _builder({"depth": 36, "length": 512, "scheme": scheme, **fields})
 
 
@@ -63,7 +63,7 @@ def _skipless(dataset: Callable) -> dict[str, Callable[..., ModelConfig]]:
         "v-skipinit": ValueSkipInit(),
         "skipless": StandardAttention(),
     }
-    activations = {"": "dks-gelu", "-tat": "tat-leaky_relu", "-gelu": "gelu", "-sigmoid": "sigmoid"}
+    activations = {"": None, "-tat": "tat-leaky_relu", "-gelu": "gelu", "-sigmoid": "sigmoid"}
     return {
         f"{name}{suffix}{'-ln' * (norm == 'pre')}": dataset(scheme, activation=activation, norm=norm)
         for name, scheme in schemes.items()

@@ -6,7 +6,7 @@ from skipless.model.config import ModelConfig
 from skipless.theory import kernels
 from skipless.theory.certificate import Certificate, certify
 from skipless.theory.local_maps import variance_gain
-from skipless.theory.propagation import Attend, Chain, KernelLayer, Mlp, Skip, sub_block
+from skipless.theory.propagation import Attend, Chain, KernelLayer, MirroredMlp, Mlp, Skip, sub_block
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.theory.shapes import AttentionShape
 
@@ -26,7 +26,10 @@ def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
 
 
 def mlp_gain(config: ModelConfig) -> float:
-    """σ of the matrix behind the activation: 1 for DKS and TAT by construction, else what keeps q: 1 → 1. App. H."""
+    """σ of the matrix behind the activation: 1 for DKS and TAT by construction, else what keeps q: 1 → 1. App. H.
+
+    Not for mirrored MLPs, whose two matrices are made together.
+    """
     return variance_gain(config.shaped_activation)
 
 
@@ -34,7 +37,9 @@ def mlp_layer(config: ModelConfig) -> KernelLayer | None:
     """The MLP sub-block's kernel map, or None in attention-only models."""
     if not config.hidden:
         return None
-    return sub_block(Mlp(config.shaped_activation, mlp_gain(config)), config.mlp_skip, config.norm)
+    mirrored = config.mlp_init == "mirrored"
+    mlp = MirroredMlp() if mirrored else Mlp(config.shaped_activation, mlp_gain(config))
+    return sub_block(mlp, config.mlp_skip, config.norm)
 
 
 def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:

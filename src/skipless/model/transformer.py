@@ -150,13 +150,14 @@ class Transformer(nn.Module):
         """Initialise every parameter as the configuration says. App. H."""
         config, orthogonal = self.config, self.config.init == "orthogonal"
         self.embedding.weight.normal_(0.0, config.width**-0.5)
-        gain = signal.mlp_gain(config) if config.hidden else 1.0
+        mirrored = config.mlp_init == "mirrored"
+        gain = signal.mlp_gain(config) if config.hidden and not mirrored else 1.0
         for block in self.each_block():
             block.reset_parameters()
             attention, mlp = block.layers()
             attention.reset_parameters(config.query_key or "normal", orthogonal, config.query_key_scale)
             if mlp is not None:
-                mlp.reset_parameters(gain, orthogonal)
+                mlp.reset_mirrored() if mirrored else mlp.reset_parameters(gain, orthogonal)
         if isinstance(self.norm, nn.RMSNorm):
             self.norm.reset_parameters()
         if self.head is not None:

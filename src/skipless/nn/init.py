@@ -26,3 +26,34 @@ def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
     dense = torch.empty(out_features, in_features, device=weight.device, dtype=dtype)
     torch.nn.init.orthogonal_(dense, gain * max(math.sqrt(out_features / in_features), 1.0))
     return weight.copy_(dense)
+
+
+def mirrored(pairs: Tensor, rotation: Tensor, odd_factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """W_up = s[U; −U] and W_down = [RUᵀ, −RUᵀ]/(sc), for which W_down φ(W_up x) = R x whatever x is.
+
+    pairs is U (p, d) with orthonormal columns, p ≥ d; rotation is R (d, d); odd_factor is c of φ(x) − φ(−x) = c·x (see
+    `theory.activations.odd_factor`): each pair of hidden units ±u adds RUᵀ(φ(su) − φ(−su))/(sc) = RUᵀu. With
+    s = √(p/d), which is √2 for a hidden width 4d, the hidden units see the input's own mean square, as behind
+    `orthogonal_`. Training parts the pairs. Balduzzi et al. 2017, for ReLU and convolutions.
+    """
+    scale = math.sqrt(pairs.shape[0] / pairs.shape[1])
+    up, down = scale * pairs, rotation @ pairs.mT / (scale * odd_factor)
+    return torch.cat([up, -up]), torch.cat([down, -down], dim=1)
+
+
+@torch.no_grad()
+def mirrored_(up: Tensor, down: Tensor, odd_factor: float = 1.0) -> None:
+    """Fill an MLP's two matrices, (2p, d) and (d, 2p), with `mirrored` of a Haar-distributed U and R."""
+    hidden, width = up.shape
+    if hidden % 2 or hidden < 2 * width:
+        raise ValueError(
+            f"hidden width {hidden} behind width {width}: mirrored units come in pairs, at least one for each of the "
+            f"{width} directions of the input; use hidden={max(2 * width, hidden + 1)}"
+        )
+    if up.is_meta:
+        return
+    dtype = torch.promote_types(up.dtype, torch.float32)  # QR has no half-precision form
+    pairs = torch.nn.init.orthogonal_(torch.empty(hidden // 2, width, device=up.device, dtype=dtype))
+    rotation = torch.nn.init.orthogonal_(torch.empty(width, width, device=up.device, dtype=dtype))
+    for weight, filled in zip((up, down), mirrored(pairs, rotation, odd_factor), strict=True):
+        weight.copy_(filled)

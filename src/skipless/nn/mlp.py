@@ -8,7 +8,7 @@ from skipless.nn.bare import is_bare
 from skipless.nn.linear import applied
 from skipless.ops.activation import biased_activation, kernel_serves
 from skipless.ops.precision import product_dtype
-from skipless.theory.activations import ShapedActivation
+from skipless.theory.activations import ShapedActivation, odd_factor
 
 _FEWEST_ROWS = 256  # a decoding step's few rows are sooner done by kernels that torch.compile makes of them
 
@@ -30,6 +30,17 @@ class MLP(nn.Module):
         fill = init.orthogonal_ if orthogonal else init.gaussian_
         fill(self.up.weight)
         fill(self.down.weight, gain)
+        self._reset_biases()
+
+    def reset_mirrored(self) -> None:
+        """Hidden units in pairs of opposite sign, so that the MLP starts as a rotation: W₂ φ̂(W₁x) = Rx. Biases 0."""
+        factor = odd_factor(self.activation.spec)
+        if not factor:
+            raise ValueError(f"a mirrored MLP needs φ(x) − φ(−x) = c·x with c ≠ 0, which {self.activation.spec} is not")
+        init.mirrored_(self.up.weight, self.down.weight, factor)
+        self._reset_biases()
+
+    def _reset_biases(self) -> None:
         for layer in (self.up, self.down):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)

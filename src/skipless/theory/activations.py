@@ -154,3 +154,21 @@ class ShapedActivation:
             raise ValueError(f"{self.base!r} has no second derivative as a function: use a smooth base")
         gate = np.where(x > 0, 1.0, self.negative_slope)
         return gate * x if order == 0 else gate
+
+
+# φ(x) − φ(−x) = factor·x. The first four are x·g(x) with g(x) + g(−x) = 1; log(1 + eˣ) − log(1 + e⁻ˣ) = x.
+_ODD_FACTORS = {"gelu": 1.0, "gelu_tanh": 1.0, "silu": 1.0, "relu": 1.0, "softplus": 1.0, "identity": 2.0}
+
+
+def odd_factor(activation: ShapedActivation) -> float | None:
+    """c with φ̂(x) − φ̂(−x) = c·x for every x, or None where that difference is not linear.
+
+    It is twice the odd part of φ̂. δ cancels, so c = γα·factor(φ), and 1 + a is leaky ReLU's factor. A shift inside,
+    β ≠ 0, breaks the symmetry of every φ but the identity: no smooth activation of DKS or TAT has such a c.
+    """
+    base, slope = activation.base, activation.negative_slope
+    factor = 1.0 + slope if base == "leaky_relu" else _ODD_FACTORS.get(base)
+    straight = base == "identity" or (base == "leaky_relu" and slope == 1.0)
+    if factor is None or (activation.input_shift != 0.0 and not straight):
+        return None
+    return activation.output_scale * activation.input_scale * factor

@@ -95,6 +95,17 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class MirroredMlp:
+    """An MLP of mirrored pairs at its start, which is a rotation: both kernels pass unchanged, at any width."""
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        return kernel
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        return gradient
+
+
+@dataclass(frozen=True)
 class Normalise:
     """RMSNorm: the cosine form. Backward divides by the norms; the projection it also makes is O(1/d)."""
 
