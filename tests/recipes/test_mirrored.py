@@ -26,7 +26,6 @@ from skipless.recipes.reproduce.schedule import Crew, Limits
 from skipless.recipes.reproduce.text import Text
 
 INF = float("inf")
-NAMES = ("mirrored-factors", "mirrored", "mirrored-longer", "mirrored-depth", "mirrored-others")
 PLAIN = Item(
     "plain",
     "one arm",
@@ -179,8 +178,20 @@ def test_old_records_are_read(setting: Setting, fake) -> None:
 def test_embedding_rates_are_neighbours(tried: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="they must be an odd number of neighbours on the ladder, such as"):
         Item("x", "x", "x", embedding_rates=tried)
-    with pytest.raises(ValueError, match="the nearest is 0.005"):
+    with pytest.raises(ValueError, match=r"the nearest is 0\.005"):
         Item("x", "x", "x", embedding_rates=(6e-3,))
+
+
+def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> None:
+    """`reproduce --list` shows what is in it."""
+    runs = {name: total(item, setting) for name, item in ITEMS.items() if name.startswith("mirrored")}
+    assert runs == {
+        "mirrored-factors": 5 * 3,
+        "mirrored": 12 * (3 + 2) + 6 * 2 + 6 * 1 + 11 + 12,  # tuning, seeds, one more length each, paces
+        "mirrored-longer": 4 * (3 + 2 + 2 + 1),
+        "mirrored-depth": 2 * (3 + 2 + 1) + 9 * 2,
+        "mirrored-others": 2 * (3 + 2 + 2) + 3 * (3 + 2 + 1),
+    }
 
 
 def test_the_law_over_depth() -> None:
@@ -240,7 +251,9 @@ def test_who_an_arm_follows_must_be_there() -> None:
 def test_headline_arms_have_three_seeds(text: Text) -> None:
     item, usual = ITEMS["mirrored"], Setting.of(SCALES["small"], text)
     three = [arm.name for arm in item.arms if usual.seeds_of(arm) == 3]
-    assert three == [f"{kind}/{way}" for kind in ("pre-ln", "mirrored", "mirrored-identity") for way in ("adam", "muon")]
+    assert three == [
+        f"{kind}/{way}" for kind in ("pre-ln", "mirrored", "mirrored-identity") for way in ("adam", "muon")
+    ]
     asked, tiny = Setting.of(SCALES["small"], text, seeds=1), Setting.of(SCALES["tiny"], text)
     assert {setting.seeds_of(arm) for setting in (asked, tiny) for arm in item.arms} == {1}
     assert {usual.seeds_of(arm) for arm in ITEMS["mirrored-factors"].arms} == {1}
@@ -284,8 +297,8 @@ def test_the_largest_rise() -> None:
 
 def found(curve=(), losses=(5.0,)) -> Outcome:
     """An outcome with these final losses by seed, and this curve in each."""
-    base = {name: 0 for name in ("seed", "multiple", "rate", "seconds", "step_seconds", "jobs", "steps", "valid_loss")}
-    words = {name: "" for name in ("key", "item", "arm", "scale", "measure", "device", "torch", "commit", "time")}
+    base = dict.fromkeys(("seed", "multiple", "rate", "seconds", "step_seconds", "jobs", "steps", "valid_loss"), 0)
+    words = dict.fromkeys(("key", "item", "arm", "scale", "measure", "device", "torch", "commit", "time"), "")
     known = {**base, **words, "text": {}, "diverged_at": None, "curve": list(curve)}
     records = {seed: Record(**known, train_loss=loss) for seed, loss in enumerate(losses)}
     return Outcome(PLAIN.arms[0], {}, (), 1e-3, False, {1.0: records})
@@ -309,7 +322,6 @@ def test_a_gap_may_widen_by_what_seeds_differ_by(deep: tuple[float, float], mark
     assert NoWiderGap(("c", "e"), ("a", "b")).judge(findings).mark == "not run"
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("arm", ["mirrored/adam", "mirrored-identity/muon", "mirrored-frozen/muon"])
 def test_an_arm_from_start_to_page(arm: str, tmp_path: Path) -> None:
     """At the smallest size, on a CPU: trained, recorded and shown."""
