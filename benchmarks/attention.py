@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from skipless.ops import ShapeParts, shaped_attention
-from skipless.ops.scan import initial_attention
+from skipless.ops.attention import shaped_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.reference import initial_attention
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
 SHAPES = {"e-spa": ExponentialShape.between(0.05, 0.04, 0.008), "u-spa": UniformShape(0.7, 0.72)}
@@ -58,7 +59,7 @@ def plain(backend: SDPBackend) -> Callable:
 
 def shaped(kind: str, impl: str, length: int) -> Callable:
     """Shaped attention by one of ours."""
-    parts = ShapeParts.of(SHAPES[kind], length, "cuda")
+    parts = BiasVectors.of(SHAPES[kind], length, "cuda")
     return lambda q, k, v: shaped_attention(q, k, v, parts, impl=impl)
 
 

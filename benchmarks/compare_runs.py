@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from skipless.analysis.figure_style import BLUE, GREEN, INK, ORANGE, VERMILION, Page, render, styled
-from skipless.data.shards import write_whole
-from skipless.train.metrics import read_metrics
-from skipless.train.run import EXPERIMENT, FINISHED, read_experiment
+from skipless.figures.style import BLUE, GREEN, INK, ORANGE, VERMILION, Page, render, styled
+from skipless.files import write_whole
+from skipless.training.run import EXPERIMENT, FINISHED, read_experiment, read_metrics
 
 COLOURS = (BLUE, VERMILION, GREEN, ORANGE, INK)
 

@@ -21,9 +21,9 @@ import torch
 from kernel_times import kernel_times
 from torch import Tensor
 
-from skipless.model.cache import KVCache, decode
 from skipless.model.config import ModelConfig
 from skipless.model.fold import default_max_condition, fold
+from skipless.model.generate import KVCache, decode
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 

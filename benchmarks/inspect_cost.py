@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from skipless.analysis.find_blocks import find_blocks
-from skipless.analysis.inspect import inspect
-from skipless.analysis.open_model import build_family
+from skipless.inspection.hooks import find_blocks
+from skipless.inspection.inspect import inspect
+from skipless.inspection.load import build_family
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 

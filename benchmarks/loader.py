@@ -17,7 +17,7 @@ from torch import Tensor
 from skipless.data.loader import Batch, TokenLoader
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import TokenStore
-from skipless.data.training import Bytes
+from skipless.data.tokenizer import Bytes
 
 
 def work(batch: Batch, table: Tensor, weights: Tensor) -> None:

@@ -12,11 +12,10 @@ from skipless.data.loader import Batch
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
-from skipless.train.config import TrainConfig
-from skipless.train.distributed import World
-from skipless.train.optim import OptimizerConfig, build_optimizer
-from skipless.train.optim.build import use_tensor_rates
-from skipless.train.step import TrainStep
+from skipless.training.config import OptimizerConfig, TrainConfig
+from skipless.training.distributed import World
+from skipless.training.optim.build import build_optimizer, use_tensor_rates
+from skipless.training.step import TrainStep
 
 OURS = ("e-spa", "u-spa", "v-skipinit", "pre-ln")
 THEIRS = ("llama", "gpt-neox", "llama-masked", "gpt-neox-masked")

@@ -15,7 +15,7 @@ from step_arms import OURS, Run, Shape, batch_of, compiled, flops_per_step, netw
 from torch import nn
 
 from skipless.data.loader import Batch
-from skipless.train.graph import GraphedStep, unchanged
+from skipless.training.cuda_graph import GraphedStep, unchanged
 
 PEAK = 989e12  # dense bfloat16 of an H100 or H200
 MODES = ("eager", "graph")

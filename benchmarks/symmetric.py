@@ -23,8 +23,8 @@ from attention import milliseconds
 from step_timing import MismatchError, Results, release, surroundings
 from torch import Tensor
 
-from skipless.train.optim import newton_schulz, symmetric
-from skipless.train.optim.muon import COEFFICIENTS
+from skipless.training.optim import muon
+from skipless.training.optim.muon import COEFFICIENTS, newton_schulz
 
 SIZES = ("144x1024x1024", "72x1024x4096")
 STEPS, CHECKED, ALLOWED = 5, 2, 2.0
@@ -54,15 +54,15 @@ def arguments() -> argparse.Namespace:
 def arm_of(name: str) -> Iterator[None]:
     """Within: torch's products ("plain"), those that the library chooses ("symmetric"), or the kernel by a launch."""
     if name == "plain":
-        with patch.object(symmetric, "applies", lambda x: False):
+        with patch.object(muon, "applies", lambda x: False):
             yield
     elif name == "symmetric":
         yield
     else:
-        from skipless.train.optim import symmetric_kernel
+        from skipless.ops.gpu import gram
 
-        launch = symmetric_kernel.Launch(*map(int, name.split(",")))
-        with patch.object(symmetric_kernel, "LAUNCH", launch):
+        launch = gram.Launch(*map(int, name.split(",")))
+        with patch.object(gram, "LAUNCH", launch):
             yield
 
 
@@ -73,10 +73,10 @@ def tasks(x: Tensor) -> Iterator[tuple[str, Task, Tensor, float]]:
     short, square = min(rows, columns), 2.0 * count * rows**3
     flops = STEPS * 2.0 * count * short * (short**2 + 2 * rows * columns)
     yield "newton_schulz", lambda x: newton_schulz(x, STEPS), x, flops
-    yield "gram", symmetric.gram, x, 2.0 * count * rows**2 * columns
+    yield "gram", muon.gram, x, 2.0 * count * rows**2 * columns
     with arm_of("plain"):
-        g = symmetric.gram(x)
-    yield "quadratic", lambda g: symmetric.quadratic(g, b, c), g, square
+        g = muon.gram(x)
+    yield "quadratic", lambda g: muon.quadratic(g, b, c), g, square
 
 
 def check(task: Task, x: Tensor, arm: str) -> float:
@@ -117,7 +117,7 @@ def main() -> None:
         shape = tuple(map(int, size.split("x")))
         x = torch.randn(shape, device=options.device, dtype=torch.bfloat16, generator=generator)
         x /= torch.linalg.matrix_norm(x, keepdim=True)
-        print(f"{size}: the kernel {'serves' if symmetric.applies(x) else 'does not serve'} these", flush=True)
+        print(f"{size}: the kernel {'serves' if muon.applies(x) else 'does not serve'} these", flush=True)
         for name, task, given, flops in tasks(x):
             plain = 0.0
             for arm in ("plain", *(options.launches or ("symmetric",))):

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import sentencepiece
 
-from skipless.data.corpora import open_corpus
-from skipless.data.prepare import Preparation, prepare
-from skipless.data.sections import available_cores
-from skipless.data.training import FileTokenizer
+from skipless.data.prepare import Preparation, available_cores, prepare
+from skipless.data.text import open_corpus
+from skipless.data.tokenizer import FileTokenizer
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -1,4 +1,4 @@
-"""Times the Triton attention kernels over sizes of tiles, to choose skipless.ops.triton.sizes from.
+"""Times the Triton attention kernels over sizes of tiles, to choose skipless.ops.gpu.launch from.
 
     python benchmarks/tune_attention.py --widths 64 128 --lengths 512 2048 --out tune.jsonl
 
@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from attention import milliseconds, require_gpu
 
+from skipless.ops.bias import BiasVectors
+from skipless.ops.gpu import launch as kernels
+from skipless.ops.gpu import places
+from skipless.ops.gpu.launch import Launch
 from skipless.ops.layout import Layout
-from skipless.ops.parts import ShapeParts
-from skipless.ops.triton import launch as kernels
-from skipless.ops.triton.places import places
-from skipless.ops.triton.sizes import Launch
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
 SHAPES = {"e-spa": lambda: ExponentialShape.between(0.05, 0.04, 0.008), "u-spa": lambda: UniformShape(0.7, 0.72)}
@@ -55,7 +55,7 @@ class Problem:
             torch.randn(batch, length, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
             for _ in range(4)
         )
-        parts = ShapeParts.of(SHAPES[kind](), length, "cuda")
+        parts = BiasVectors.of(SHAPES[kind](), length, "cuda")
         vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
         ids = torch.arange(length, device="cuda").expand(batch, -1) * documents // length
         layout = list(places(Layout.packed(ids), batch, True)) if documents else []

@@ -103,7 +103,7 @@ def test_idle_time_is_what_no_kernel_covers(monkeypatch):
 def finished_run(folder: Path, loss: float) -> None:
     """What a run and its evaluations leave, by hand."""
     from skipless.model.presets import preset
-    from skipless.train.config import Experiment, TrainConfig
+    from skipless.training.config import Experiment, TrainConfig
 
     folder.mkdir(parents=True)
     experiment = Experiment("x", model=preset("wikitext103/e-spa"), train=TrainConfig(batch_size=4, length=8))

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from skipless.recipes.reproduce.catalogue import ITEMS
-from skipless.recipes.reproduce.document import as_json, gather, markdown
-from skipless.recipes.reproduce.job import Setting
-from skipless.recipes.reproduce.log import ResultsFolder
-from skipless.recipes.reproduce.scale import SCALES
+from skipless.paper.catalogue import ITEMS
+from skipless.paper.experiments import SCALES, Setting
+from skipless.paper.records import ResultsFolder
+from skipless.paper.tables import as_json, gather, markdown
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skipless.analysis.inspect import inspect
-    from skipless.analysis.testing import assert_signal_preserved
     from skipless.hf.convert import convert
+    from skipless.inspection.inspect import assert_signal_preserved, inspect
     from skipless.model.config import ModelConfig
     from skipless.model.fold import fold
     from skipless.model.generate import generate
@@ -18,9 +17,9 @@ if TYPE_CHECKING:
     from skipless.ops.attention import shaped_attention
     from skipless.theory.activations import ShapedActivation
     from skipless.theory.certificate import Certificate, certify
+    from skipless.theory.kernels import repeat_rate
     from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
     from skipless.theory.shapes import AttentionShape
-    from skipless.theory.tokens import repeat_rate
 
 __version__ = "0.1.0"
 
@@ -34,14 +33,14 @@ _HOMES = {
     "Transformer": "skipless.model.transformer",
     "UniformSPA": "skipless.theory.schemes",
     "ValueSkipInit": "skipless.theory.schemes",
-    "assert_signal_preserved": "skipless.analysis.testing",
+    "assert_signal_preserved": "skipless.inspection.inspect",
     "certify": "skipless.theory.certificate",
     "convert": "skipless.hf.convert",
     "fold": "skipless.model.fold",
     "generate": "skipless.model.generate",
-    "inspect": "skipless.analysis.inspect",
+    "inspect": "skipless.inspection.inspect",
     "preset": "skipless.model.presets",
-    "repeat_rate": "skipless.theory.tokens",
+    "repeat_rate": "skipless.theory.kernels",
     "shaped_attention": "skipless.ops.attention",
 }
 

@@ -10,16 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skipless.cli import demo_run, main
+from skipless.cli import demo as cli_demo
+from skipless.cli import main
 from skipless.data.prepare import Preparation
-from skipless.data.training import Bytes
-from skipless.recipes.demo import DEMO, Size
-from skipless.train import step
-from skipless.train.metrics import read_metrics
+from skipless.data.tokenizer import Bytes
+from skipless.paper import demo as paper_demo
+from skipless.paper.demo import DEMO, Size
+from skipless.training import step
+from skipless.training.run import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = Size(depth=6, width=16, heads=2, length=16, batch_size=2, eval_tokens=64)
-RUN = demo_run.run
+RUN = cli_demo.run
 ARMS = ("pre-ln", "standard", "e-spa")
 
 
@@ -49,9 +51,9 @@ class Demo:
 @pytest.fixture
 def demo(tmp_path: Path, capsys, monkeypatch, text: Preparation) -> Demo:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo_run, "run", partial(RUN, size=TINY))
-    monkeypatch.setattr(demo_run, "prepare_text", partial(demo_run.prepare_text, plan=text))
-    monkeypatch.setattr(demo_run, "SAMPLE_TOKENS", 20)
+    monkeypatch.setattr(cli_demo, "run", partial(RUN, size=TINY))
+    monkeypatch.setattr(cli_demo, "prepare_text", partial(paper_demo.prepare_text, plan=text))
+    monkeypatch.setattr(cli_demo, "SAMPLE_TOKENS", 20)
     return Demo(capsys, monkeypatch)
 
 
@@ -80,7 +82,7 @@ def test_end_to_end_and_again(demo, monkeypatch) -> None:
     assert all(path.is_file() for path in written)
     assert "3/3 E-SPA (skips: none, norms: none): 6 steps" in err
 
-    monkeypatch.setattr(demo_run, "train", lambda *_, **__: pytest.fail("it trains again"))
+    monkeypatch.setattr(cli_demo, "train", lambda *_, **__: pytest.fail("it trains again"))
     (home / "demo.png").unlink()
     again, err = demo("--steps", "6")
     assert again == out
@@ -149,7 +151,7 @@ def test_a_bad_request_to_start_over_deletes_nothing(demo) -> None:
 
 
 def test_without_matplotlib_all_but_the_picture_is_there(demo, monkeypatch) -> None:
-    for name in ("skipless.analysis.figure_style", "skipless.analysis.demo_figure", "skipless.analysis.figures"):
+    for name in ("skipless.figures.style", "skipless.figures.training", "skipless.figures.kernels"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     out, err = demo("--steps", "2")
@@ -160,7 +162,7 @@ def test_without_matplotlib_all_but_the_picture_is_there(demo, monkeypatch) -> N
 
 @pytest.mark.slow
 def test_the_full_networks_take_a_step(demo, monkeypatch) -> None:
-    monkeypatch.setattr(demo_run, "run", partial(RUN, size=DEMO))
+    monkeypatch.setattr(cli_demo, "run", partial(RUN, size=DEMO))
     out, _ = demo("--steps", "2")
     verdicts = [line.rsplit("  ", 1)[1] for line in out.splitlines()[2:5]]
     assert verdicts[0] == verdicts[2] == "preserved"

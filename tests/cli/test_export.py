@@ -9,12 +9,13 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from skipless.cli.app import app
-from skipless.hf import SkiplessForCausalLM, byte_tokenizer
+from skipless.hf.modeling import SkiplessForCausalLM
+from skipless.hf.tokenizer import byte_tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
-from skipless.train.config import DataConfig, Experiment, TrainConfig
-from skipless.train.subject import load_subject
-from skipless.train.weights import save_weights
+from skipless.training.checkpoint import save_weights
+from skipless.training.config import DataConfig, Experiment, TrainConfig
+from skipless.training.load import load_trained
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_run_of_bytes_needs_its_data_no_more(run, tmp_path):
     shutil.rmtree(run / "export")
     (run / "finished.json").write_text("{}")
     assert export(run, "--out", tmp_path / "out").exit_code == 0
-    assert load_subject(tmp_path / "out").tokenizer.end == 0xFF
+    assert load_trained(tmp_path / "out").tokenizer.end == 0xFF
 
 
 def test_an_export_that_fails_changes_nothing(run, monkeypatch):
@@ -86,4 +87,4 @@ def test_weights_cut_short_are_named_with_the_remedy(run):
     weights = run / "export" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
     with pytest.raises(ValueError, match=r"the weights in .*export .* cut short .* `skipless export RUN`"):
-        load_subject(run / "export")
+        load_trained(run / "export")

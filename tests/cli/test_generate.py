@@ -8,7 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from skipless.cli import generate as cli
-from skipless.hf import SkiplessForCausalLM, byte_tokenizer
+from skipless.hf.modeling import SkiplessForCausalLM
+from skipless.hf.tokenizer import byte_tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.generate import generate
 from skipless.model.transformer import Transformer

@@ -5,13 +5,13 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from skipless.analysis.open_model import build_family
 from skipless.cli import inspect as cli
-from skipless.cli.inspect_model import Request
-from skipless.cli.inspect_text import rows_of
+from skipless.cli.inspect import Request, rows_of
 from skipless.data.prepare import Preparation, prepare
-from skipless.data.training import Bytes
-from skipless.hf import SkiplessForCausalLM, byte_tokenizer
+from skipless.data.tokenizer import Bytes
+from skipless.hf.modeling import SkiplessForCausalLM
+from skipless.hf.tokenizer import byte_tokenizer
+from skipless.inspection.load import build_family
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from skipless.analysis import paper_kernels
-from skipless.analysis.study import InputSignal
 from skipless.cli import main
-from skipless.cli.output import check_target, print_table, write_whole
+from skipless.console import check_target, print_table, write_whole
+from skipless.figures import kernels as figures_kernels
+from skipless.figures.kernels import InputSignal
 from skipless.model.presets import preset
-from skipless.model.signal import certificate
+from skipless.model.transformer import certificate
 from skipless.theory.schemes import ExponentialSPA
 
 SMALL = ("--depth", "6", "--length", "20")
@@ -59,7 +59,7 @@ def test_fig5(kernels) -> None:
     assert written() == {"skipless-kernels/fig5.png", "five.json"}
     assert out.splitlines()[-1].startswith("At r = 0.05, 20 locations hold")
     inputs = json.loads(Path("five.json").read_text())["inputs"]
-    assert [each["repeat_rate"] for each in inputs] == list(paper_kernels.TOKEN_RATES)
+    assert [each["repeat_rate"] for each in inputs] == list(figures_kernels.TOKEN_RATES)
     np.testing.assert_array_equal(inputs[2]["kernel"], InputSignal(0.02, 20).kernel())
 
 
@@ -196,9 +196,7 @@ def test_the_suffix_chooses_the_format(kernels, suffix: str) -> None:
 
 
 def test_without_matplotlib_the_table_is_printed(kernels, monkeypatch, capsys) -> None:
-    for module in [
-        name for name in sys.modules if name.startswith(("skipless.cli.kernel_figure", "skipless.analysis.fig"))
-    ]:
+    for module in [name for name in sys.modules if name.startswith(("skipless.cli.kernels", "skipless.analysis.fig"))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -311,5 +309,5 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_defaults_of_the_paper() -> None:
-    assert InputSignal(0.02, 100, "sample", 0) == paper_kernels.SIGNAL
-    assert ExponentialSPA().gamma_final == paper_kernels.GAMMA_FINAL
+    assert InputSignal(0.02, 100, "sample", 0) == figures_kernels.SIGNAL
+    assert ExponentialSPA().gamma_final == figures_kernels.GAMMA_FINAL

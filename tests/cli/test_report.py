@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skipless.analysis.report_sources import inspection_of_states
 from skipless.cli import main
-from skipless.cli.report_results import read_results
+from skipless.cli.report import read_results
+from skipless.report.page import inspection_of_states
 from skipless.theory import kernels
 
 

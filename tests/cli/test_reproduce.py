@@ -16,19 +16,16 @@ import torch
 
 from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
-from skipless.data.training import Bytes
-from skipless.recipes.reproduce import failure, worker
-from skipless.recipes.reproduce import run as run_module
-from skipless.recipes.reproduce.catalogue import ITEMS
-from skipless.recipes.reproduce.job import Setting
-from skipless.recipes.reproduce.log import ResultsFolder
-from skipless.recipes.reproduce.plan import missing
-from skipless.recipes.reproduce.run import Order, carry_out
-from skipless.recipes.reproduce.scale import SCALES
-from skipless.recipes.reproduce.schedule import Crew, Limits
-from skipless.recipes.reproduce.stages import unpack
-from skipless.recipes.reproduce.text import Text
-from skipless.train.divergence import Diverged
+from skipless.data.tokenizer import Bytes
+from skipless.paper import execute
+from skipless.paper import execute as run_module
+from skipless.paper import records as paper_records
+from skipless.paper.catalogue import ITEMS
+from skipless.paper.execute import Limits, Order, Scheduler, run_one, unpack
+from skipless.paper.experiments import SCALES, Setting, Text
+from skipless.paper.records import ResultsFolder
+from skipless.paper.runs import missing
+from skipless.training.divergence import Diverged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ARMS = ["e-spa", "pre-ln", "u-spa", "v-skipinit", "skipless-ln"]
@@ -97,9 +94,9 @@ def instant(monkeypatch) -> list[Order]:
         values = {"step_seconds": 0.01, "jobs": order.jobs, "device": "CPU", "torch": "", "commit": "", "time": ""}
         loss = 5.0 + abs(math.log(order.job.rate / 1e-5))
         metrics = [{"step": order.job.experiment.train.steps, "ema": loss, "valid_loss": 5.0}]
-        return run_module.record_of(order.job, order.text, order.scale, metrics, {"seconds": 1.0, **values})
+        return paper_records.record_of(order.job, order.text, order.scale, metrics, {"seconds": 1.0, **values})
 
-    monkeypatch.setattr(worker, "carry_out", done)
+    monkeypatch.setattr(execute, "run_one", done)
     return orders
 
 
@@ -138,7 +135,7 @@ def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
     }
     assert {run.name.removeprefix("tiny-") for run in (results / "runs").iterdir()} <= kept
 
-    monkeypatch.setattr(worker, "carry_out", lambda _: pytest.fail("it trains again"))
+    monkeypatch.setattr(execute, "run_one", lambda _: pytest.fail("it trains again"))
     rebuilt = ("baselines", "training-kernels", "optimisers")
     pages = {path: path.read_bytes() for name in rebuilt for path in results.glob(f"{name}-tiny.*")}
     assert len(pages) == 9
@@ -169,11 +166,11 @@ def test_one_item_and_again(reproduce, monkeypatch) -> None:
     assert [Path(line.removeprefix("wrote ")).is_file() for line in lines if line.startswith("wrote ")] == [True] * 3
     assert len(keys()) == 5
     assert not list(Path("results/runs").iterdir())  # no weights, no run folders
-    monkeypatch.setattr(worker, "carry_out", lambda _: pytest.fail("it trains again"))
+    monkeypatch.setattr(execute, "run_one", lambda _: pytest.fail("it trains again"))
     assert reproduce("baselines")[0] == out
     assert reproduce("baselines", "--tables-only", data=False)[0] == out
     # E-SPA, U-SPA and V-SkipInit with RoPE are those of the baselines
-    monkeypatch.setattr(worker, "carry_out", carry_out)
+    monkeypatch.setattr(execute, "run_one", run_one)
     _, err = reproduce("positions")
     assert [line.split(",")[0].split(": ")[1] for line in err.splitlines()] == [
         "e-spa-none",
@@ -196,19 +193,19 @@ def test_rates_seeds_and_arms(reproduce, instant: list[Order]) -> None:
 
 
 def test_ctrl_c_writes_what_there_is_and_goes_on(reproduce, instant: list[Order], monkeypatch) -> None:
-    quick = worker.carry_out
+    quick = execute.run_one
 
     def stopped(order: Order):
         if len(instant) == 2:
             raise KeyboardInterrupt
         return quick(order)
 
-    monkeypatch.setattr(worker, "carry_out", stopped)
+    monkeypatch.setattr(execute, "run_one", stopped)
     out, err = reproduce("baselines", code=130)
     assert "stopped; the same command goes on from there" in err
     assert "wrote results/baselines-tiny.md" in out
     assert "At least 3 runs are still missing" in Path("results/baselines-tiny.md").read_text()
-    monkeypatch.setattr(worker, "carry_out", quick)
+    monkeypatch.setattr(execute, "run_one", quick)
     reproduce("baselines")
     assert [order.job.arm for order in instant] == ARMS
     assert len(set(keys())) == len(keys()) == 5
@@ -242,15 +239,15 @@ def test_a_budget_that_nothing_fits_in(reproduce, instant: list[Order]) -> None:
 
 def test_the_budget_is_kept(reproduce, instant: list[Order], data: Path, monkeypatch) -> None:
     """Runs are expected to take as long as those before them; none is begun that would end too late."""
-    quick, now = worker.carry_out, [0.0]
+    quick, now = execute.run_one, [0.0]
 
     def slow(order: Order):
         now[0] += 3.0
         return replace(quick(order), seconds=3.0)
 
-    monkeypatch.setattr(worker, "carry_out", slow)
+    monkeypatch.setattr(execute, "run_one", slow)
     setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
-    crew = Crew([ITEMS["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
+    crew = Scheduler([ITEMS["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
     assert len(crew.work()) == 3
     assert [order.seconds for order in instant] == pytest.approx([7.6, 4.6])  # a twentieth is kept for saving
 
@@ -262,23 +259,23 @@ def test_a_gpu_lost_on_the_way_is_not_replaced_by_a_cpu(
     setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: next(seen, False))
-        Crew([ITEMS["baselines"]], setting, folder, Limits()).work()
+        Scheduler([ITEMS["baselines"]], setting, folder, Limits()).work()
         assert {order.device for order in instant} == {"cuda"}
         with pytest.raises(ValueError, match="torch sees no GPU"):
-            carry_out(instant[0])
+            run_one(instant[0])
 
 
 def test_a_run_whose_time_is_up_goes_on_later(reproduce, data: Path) -> None:
     setting = Setting.of(SCALES["tiny"], Text.read(data))
     job = missing([ITEMS["baselines"]], setting, {})[0]
     order = Order(job, setting.text, "tiny", Path("run"), "cpu", seconds=0.0)
-    assert carry_out(order) is None
+    assert run_one(order) is None
     spent = float(Path("run/spent.txt").read_text())
-    record = carry_out(replace(order, seconds=math.inf))
+    record = run_one(replace(order, seconds=math.inf))
     assert record is not None
     assert record.seconds >= spent > 0.0
     assert [step for step, _ in record.curve] == [1, 2, 3]
-    again = carry_out(order)  # killed before its record was written
+    again = run_one(order)  # killed before its record was written
     assert again is not None
     assert again.train_loss == record.train_loss
 
@@ -287,9 +284,9 @@ def test_a_run_of_other_settings_is_not_gone_on_with(reproduce, data: Path) -> N
     setting = Setting.of(SCALES["tiny"], Text.read(data))
     job = missing([ITEMS["baselines"]], setting, {})[0]
     order = Order(job, setting.text, "tiny", Path("run"), "cpu", seconds=0.0)
-    assert carry_out(order) is None
+    assert run_one(order) is None
     slower = replace(job.experiment, train=replace(job.experiment.train, log_every=3))
-    record = carry_out(replace(order, job=replace(job, experiment=slower), seconds=math.inf))
+    record = run_one(replace(order, job=replace(job, experiment=slower), seconds=math.inf))
     assert record is not None
     assert [step for step, _ in record.curve] == [3]
 
@@ -308,21 +305,21 @@ def test_divergence_is_recorded(reproduce, monkeypatch) -> None:
 
 
 def test_a_failed_run_does_not_stop_the_others(reproduce, instant: list[Order], monkeypatch) -> None:
-    quick = worker.carry_out
+    quick = execute.run_one
 
     def failing(order: Order):
         if order.job.arm == "pre-ln":
             raise RuntimeError("out of memory")
         return quick(order)
 
-    monkeypatch.setattr(worker, "carry_out", failing)
+    monkeypatch.setattr(execute, "run_one", failing)
     _, err = reproduce("baselines", code=1)
     assert "failed: baselines: pre-ln, rate 0.0005, seed 0: RuntimeError: out of memory (traceback: results/" in err
     written = next(Path("results/runs").glob("*.error.txt"))
     assert 'raise RuntimeError("out of memory")' in written.read_text()
     assert [order.job.arm for order in instant] == [arm for arm in ARMS if arm != "pre-ln"]
     assert "1 run is still missing" in err
-    monkeypatch.setattr(worker, "carry_out", quick)
+    monkeypatch.setattr(execute, "run_one", quick)
     reproduce("baselines")
     assert not written.exists()
 
@@ -335,7 +332,7 @@ def test_networks_that_fail_one_after_another_end_the_command(reproduce, monkeyp
         tried.append(order.job.arm)
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(worker, "carry_out", failing)
+    monkeypatch.setattr(execute, "run_one", failing)
     _, err = reproduce("positions", "--rates", "3", code=2)
     assert "runs of 3 networks in a row failed" in err
     assert [tried.count(arm) for arm in dict.fromkeys(tried)] == [3, 3, 1]
@@ -344,7 +341,7 @@ def test_networks_that_fail_one_after_another_end_the_command(reproduce, monkeyp
 @pytest.mark.parametrize("error", [RuntimeError("words"), Unpicklable("words")])
 def test_an_error_crosses_processes_in_words_at_least(error, tmp_path) -> None:
     """torch.compile's errors hold what it has traced."""
-    told = failure.keep(error, tmp_path / "runs" / "tiny-1")
+    told = execute.keep(error, tmp_path / "runs" / "tiny-1")
     assert "words" in str(pickle.loads(pickle.dumps(told)))
     assert type(error).__name__ in (tmp_path / "runs" / "tiny-1.error.txt").read_text()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skipless.cli import output, stopping
+from skipless import console
 
 NOTHING = "skipless: stopped; nothing was written"
 
@@ -72,18 +72,18 @@ def test_while_inspecting(tmp_path):
 
 
 def test_files_that_are_there_are_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(stopping, "written", [])
+    monkeypatch.setattr(console, "written", [])
 
     def command() -> None:
-        output.write_whole(tmp_path / "data.json", b"{}")
+        console.write_whole(tmp_path / "data.json", b"{}")
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as end:
-        stopping.told(command)()
+        console.told(command)()
     assert end.value.code == 130
     assert capsys.readouterr().err == f"skipless: stopped; written: {tmp_path / 'data.json'}\n"
     with pytest.raises(SystemExit):
-        stopping.told(command, "stopped; the same command goes on from there")()
+        console.told(command, "stopped; the same command goes on from there")()
     assert capsys.readouterr().err == "skipless: stopped; the same command goes on from there\n"
 
 
@@ -91,16 +91,16 @@ def test_a_file_in_the_making_is_taken_away(tmp_path, monkeypatch):
     def interrupt(handle: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("skipless.data.shards.os.fsync", interrupt)
+    monkeypatch.setattr("skipless.data.store.os.fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        output.write_whole(tmp_path / "data.json", b"{}")
+        console.write_whole(tmp_path / "data.json", b"{}")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_process_that_ignores_it_goes_on(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with stopping.stoppable():
+        with console.handle_sigint():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

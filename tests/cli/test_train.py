@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from skipless.cli.app import app
 from skipless.data.prepare import Preparation, prepare
-from skipless.data.training import Bytes
+from skipless.data.tokenizer import Bytes
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:

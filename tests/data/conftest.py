@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from skipless.data.corpora import open_corpus
-from skipless.data.training import TrainUnigram
+from skipless.data.text import open_corpus
+from skipless.data.tokenizer import TrainUnigram
 
 PACKAGES = ("email", "json", "logging", "urllib")
 

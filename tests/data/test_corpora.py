@@ -3,7 +3,7 @@ import types
 
 import pytest
 
-from skipless.data.corpora import held_out, open_corpus
+from skipless.data.text import held_out, open_corpus
 
 
 def test_stdlib_is_real_text_in_a_fixed_order():

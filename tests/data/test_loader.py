@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipless.data.loader import Prefetch, TokenLoader
-from skipless.data.permutation import Permutation
+from skipless.data.loader import Permutation, Prefetch, TokenLoader
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import TokenStore
-from skipless.data.training import Bytes
+from skipless.data.tokenizer import Bytes
 from skipless.ops.layout import Layout
 
 

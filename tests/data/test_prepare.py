@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skipless.data.corpora import held_out, open_corpus
+from skipless.console import Progress
 from skipless.data.folder import Folder
 from skipless.data.prepare import Preparation, prepare
-from skipless.data.progress import Progress
 from skipless.data.store import TokenStore, read_manifest
-from skipless.data.tokenizer import ByteTokenizer, load_tokenizer
-from skipless.data.training import Bytes, FileTokenizer, TrainUnigram
-from skipless.theory.tokens import repeat_rate
+from skipless.data.text import held_out, open_corpus
+from skipless.data.tokenizer import Bytes, ByteTokenizer, FileTokenizer, TrainUnigram, load_tokenizer
+from skipless.theory.kernels import repeat_rate
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -55,7 +54,7 @@ def test_shards_hold_the_corpus_exactly(finished, sources, split):
 
 
 def test_neither_workers_nor_chunks_change_the_result(plan, finished, tmp_path, monkeypatch):
-    monkeypatch.setattr("skipless.data.sections.CHUNK", 10_000)
+    monkeypatch.setattr("skipless.data.prepare.CHUNK", 10_000)
     prepare(plan, tmp_path / "other", workers=5)
     assert contents(tmp_path / "other") == contents(finished)
 

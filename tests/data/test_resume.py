@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from skipless.data.folder import Folder
-from skipless.data.sections import Chunk, Encoded, SectionWriter
-from skipless.data.shards import check_hash, check_sizes
+from skipless.data.prepare import Chunk, Encoded, SectionWriter
+from skipless.data.store import check_hash, check_sizes
 
 COMMAND = [sys.executable, "-c", "from skipless.cli import main; main()", "prepare"]
 OPTIONS = ["--vocab", "500", "--sample-mb", ".2", "--shard-mb", ".02", "--valid-fraction", ".1"]

@@ -3,9 +3,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from skipless.data.corpora import open_corpus
-from skipless.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, load_tokenizer, token_dtype
-from skipless.data.training import TrainUnigram, sample_lines
+from skipless.data.text import open_corpus
+from skipless.data.tokenizer import (
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    TrainUnigram,
+    load_tokenizer,
+    sample_lines,
+    token_dtype,
+)
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from skipless.hf import SkiplessForCausalLM
+from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory.propagation import Skip

@@ -3,7 +3,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from skipless.hf import SkiplessConfig
+from skipless.hf.modeling import SkiplessConfig
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
 from skipless.theory.schemes import UniformSPA

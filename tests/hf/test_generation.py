@@ -3,10 +3,9 @@ import itertools
 import pytest
 import torch
 
-from skipless.hf import SkiplessForCausalLM
-from skipless.model.cache import KVCache, decode
+from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.model.config import ModelConfig
-from skipless.model.generate import generate
+from skipless.model.generate import KVCache, decode, generate
 from skipless.model.transformer import Transformer
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from skipless.hf import SkiplessForCausalLM, byte_tokenizer
+from skipless.hf.modeling import SkiplessForCausalLM
+from skipless.hf.tokenizer import byte_tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 

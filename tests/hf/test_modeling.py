@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from skipless.hf import SkiplessConfig, SkiplessForCausalLM
+from skipless.hf.modeling import SkiplessConfig, SkiplessForCausalLM
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from skipless.hf import SkiplessForCausalLM
+from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.model.fold import fold
 
 

@@ -4,8 +4,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from skipless.hf import byte_tokenizer, export_tokenizer
-from skipless.hf.tokenizer import SentencePieceFile
+from skipless.hf.tokenizer import SentencePieceFile, byte_tokenizer, export_tokenizer
 
 ODD = [
     "",

@@ -3,8 +3,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from skipless.model.cache import BlockCache, KVCache, decode
 from skipless.model.config import ModelConfig
+from skipless.model.generate import BlockCache, KVCache, decode
 from skipless.model.transformer import Transformer
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit

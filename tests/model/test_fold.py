@@ -6,10 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from skipless.model.cache import KVCache, decode
 from skipless.model.config import ModelConfig, named_activation
-from skipless.model.fold import default_max_condition, fold
-from skipless.model.folded import FoldedTransformer, Folding
+from skipless.model.fold import FoldedTransformer, Folding, default_max_condition, fold
+from skipless.model.generate import KVCache, decode
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.theory.propagation import Skip

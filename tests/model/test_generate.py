@@ -3,8 +3,7 @@ import torch
 
 from skipless.model.config import ModelConfig
 from skipless.model.generate import Sampling, generate, stream
-from skipless.model.signal import certificate
-from skipless.model.transformer import Transformer
+from skipless.model.transformer import Transformer, certificate
 from skipless.theory.schemes import ExponentialSPA
 
 

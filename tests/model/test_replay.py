@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from skipless.model import generate as generating
-from skipless.model.cache import KVCache, decode
 from skipless.model.config import ModelConfig
 from skipless.model.fold import fold
-from skipless.model.generate import Sampling, generate
-from skipless.model.replay import ReplayedStep
+from skipless.model.generate import KVCache, ReplayedStep, Sampling, decode, generate
 from skipless.model.transformer import Transformer
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit

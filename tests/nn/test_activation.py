@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from skipless.nn.activation import Activation
+from skipless.nn.block import Activation
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.shaping import dks, tat_leaky_relu
 

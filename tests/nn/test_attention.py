@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from skipless.nn.attention import AttentionOptions, ShapedAttention
-from skipless.ops import triton
+from skipless.ops import gpu
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
 
 WIDTH, HEADS, T = 32, 4, 20
@@ -77,7 +77,7 @@ def test_shape_parts_stay_in_float32_and_out_of_the_checkpoint():
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "triton"])
 def test_a_module_first_used_in_inference_mode_can_be_trained(impl):
-    if impl == "triton" and not triton.INSTALLED:
+    if impl == "triton" and not gpu.INSTALLED:
         pytest.skip("triton is not installed")
     module = ShapedAttention(64, HEADS, SPA[2], None, AttentionOptions(impl=impl))
     x = torch.randn(1, T, 64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from skipless.nn import init
-from skipless.nn.mlp import MLP
+from skipless.nn.block import MLP
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.shaping import dks, tat
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from scipy.special import log_ndtr, ndtr
 from torch import nn
 
-from skipless.nn import mlp
-from skipless.nn.mlp import MLP
-from skipless.ops import activation, triton
+from skipless.nn import block
+from skipless.nn.block import MLP
+from skipless.ops import activation
+from skipless.ops import gpu as ops_gpu
 from skipless.ops.activation import biased_activation, kernel_serves, plain_biased_activation
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.shaping import dks
@@ -24,7 +25,7 @@ SPECS = {
 }
 SHAPES = [(1, 272), (5, 16), (3, 7, 256), (130, 48), (300, 528)]
 
-kernels = pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+kernels = pytest.mark.skipif(not ops_gpu.INSTALLED, reason="triton is not installed")
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
@@ -39,7 +40,7 @@ def problem(shape, dtype=torch.float64):
 
 def fused(x, bias, spec):
     """The kernel, wherever x is: on a CPU in Triton's interpreter."""
-    from skipless.ops.activation_kernel import biased_gelu
+    from skipless.ops.gpu.activation import biased_gelu
 
     return biased_gelu(x, bias, spec.input_scale, spec.input_shift, spec.output_shift, spec.output_scale)
 
@@ -95,7 +96,7 @@ def test_who_the_kernel_serves():
 @kernels
 def test_the_gaussian_tail_is_the_best_its_form_can_be():
     """Φ(−|z|) to 7e-7 of itself down to −12; nine alternating extremes of one height: no eight constants do better."""
-    from skipless.ops.activation_kernel import COEFFICIENTS, LINEAR, SQUARE, UNIT
+    from skipless.ops.gpu.activation import COEFFICIENTS, LINEAR, SQUARE, UNIT
 
     def tail(z):
         w = UNIT * z
@@ -217,9 +218,9 @@ def taken(monkeypatch):
         calls.append(inputs)
         return fused(*inputs)
 
-    monkeypatch.setattr(mlp, "kernel_serves", lambda device, dtype, n, spec: dtype == torch.bfloat16)
-    monkeypatch.setattr(mlp, "_FEWEST_ROWS", 100)
-    monkeypatch.setattr(mlp, "biased_activation", record)
+    monkeypatch.setattr(block, "kernel_serves", lambda device, dtype, n, spec: dtype == torch.bfloat16)
+    monkeypatch.setattr(block, "_FEWEST_ROWS", 100)
+    monkeypatch.setattr(block, "biased_activation", record)
     return calls
 
 
@@ -240,7 +241,7 @@ def test_an_mlp_under_autocast_takes_it_and_is_as_exact_as_without(network, take
     assert len(taken) == 1
     assert taken[0][0].dtype == torch.bfloat16
     assert taken[0][1] is network.up.bias
-    monkeypatch.setattr(mlp, "kernel_serves", lambda *_: False)
+    monkeypatch.setattr(block, "kernel_serves", lambda *_: False)
     theirs = gradients(network, x)
     truth = gradients(network.double(), x.double())
     assert len(taken) == 1
@@ -279,7 +280,7 @@ def test_a_compiled_mlp_on_a_gpu_is_as_exact_as_plain_operations(monkeypatch):
     x = torch.randn(4, 301, 256, device="cuda")
     ours = gradients(layer, x, torch.compile(layer, fullgraph=True))
     eager = gradients(layer, x)
-    monkeypatch.setattr(mlp, "kernel_serves", lambda *_: False)
+    monkeypatch.setattr(block, "kernel_serves", lambda *_: False)
     theirs = gradients(layer, x)
     truth = gradients(layer.double(), x.double())
     for a, b, c, d in zip(ours, eager, theirs, truth, strict=True):

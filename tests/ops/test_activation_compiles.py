@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import library
 
-from skipless.ops import triton
+from skipless.ops import gpu
 
-pytestmark = pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 SCRIPT = """
@@ -40,7 +40,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(dtype, biased, on_hopper):
 
 
 def test_torch_finds_no_fault_with_the_operators():
-    from skipless.ops.activation_kernel import biased_gelu, biased_gelu_backward
+    from skipless.ops.gpu.activation import biased_gelu, biased_gelu_backward
 
     torch.manual_seed(0)
     x, upstream, bias = (torch.randn(size, device=DEVICE) for size in ((9, 16), (9, 16), (16,)))

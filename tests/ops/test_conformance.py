@@ -11,18 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipless.ops import Layout, ShapeParts, flex, shaped_attention, triton
-from skipless.ops.request import Request
+from skipless.ops import flex, gpu
+from skipless.ops.attention import shaped_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.inputs import Request
+from skipless.ops.layout import Layout
 from skipless.theory.exponential import ExponentialStep
 from skipless.theory.shapes import (
     AlibiShape,
     AttentionShape,
+    DenseShape,
     ExponentialShape,
     PlainShape,
+    SymmetricExponentialShape,
     SymmetricUniformShape,
     UniformShape,
 )
-from skipless.theory.tables import DenseShape, SymmetricExponentialShape
 
 # torch's own: inductor's imports, a backward pass whose thread is the first to use the GPU
 pytestmark = [
@@ -101,7 +105,7 @@ RUNNERS = {
     "flex-eager": Runner(eager_flex, ALL),
     "flex": Runner(runner("flex"), ALL[1:], gradients=CUDA),
 }
-if triton.INSTALLED:
+if gpu.INSTALLED:
     # Triton's interpreter, which stands in for a GPU, does not multiply in bfloat16
     rounded = ALL[1:] if CUDA else (torch.float32, torch.float16)
     RUNNERS["triton"] = Runner(runner("triton"), rounded, refuses=("table", "symmetric-exponential"))
@@ -155,7 +159,7 @@ class Case:
         if self.gain is not None:
             inputs["gain"] = options["bias_gain"] = self.gain.to(wide).clone().requires_grad_(gradients)
         extent = self.k.shape[2] if self.layout is None else self.layout.extent
-        parts = ShapeParts.of(self.shape, extent, DEVICE, wide)
+        parts = BiasVectors.of(self.shape, extent, DEVICE, wide)
         out = attend(inputs["q"], inputs["k"], inputs["v"], parts, **options)
         assert out.dtype == dtype
         results = {"out": out.detach().double()}

@@ -164,7 +164,7 @@ def test_a_target_that_is_no_class_is_not_swallowed():
 KERNEL = """
 import torch
 from skipless.ops.cross_entropy import plain_each_row
-from skipless.ops.cross_entropy_kernel import each_row
+from skipless.ops.gpu.cross_entropy import each_row
 for dtype in (torch.float32, torch.bfloat16):
     for columns in (1, 2, 63, 1000, 5000):
         logits = (3 * torch.randn(6, columns)).to(dtype)

@@ -5,11 +5,20 @@ import logging
 import pytest
 import torch
 
-from skipless.ops import Layout, ShapeParts, attention, shaped_attention
-from skipless.ops.request import Request
+from skipless.ops import attention
+from skipless.ops.attention import shaped_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.inputs import Request
+from skipless.ops.layout import Layout
 from skipless.theory.exponential import ExponentialStep
-from skipless.theory.shapes import AlibiShape, ExponentialShape, PlainShape, SymmetricUniformShape, UniformShape
-from skipless.theory.tables import SymmetricExponentialShape
+from skipless.theory.shapes import (
+    AlibiShape,
+    ExponentialShape,
+    PlainShape,
+    SymmetricExponentialShape,
+    SymmetricUniformShape,
+    UniformShape,
+)
 
 SPA = ExponentialShape.between(0.5, 0.4)
 
@@ -39,14 +48,14 @@ def test_tensors_that_do_not_fit():
 def test_shapes_that_do_not_fit():
     q, k, v = tensors()
     refused("the shape has 8 slopes and q 2 heads; build it with heads=2", q, k, v, AlibiShape(8))
-    refused(r"locations reach 5, .* built for 4; use ShapeParts.of\(shape, 5\)", q, k, v, ShapeParts.of(SPA, 4))
-    symmetric = ShapeParts.of(SymmetricUniformShape(0.1, 0.2), 6)
+    refused(r"locations reach 5, .* built for 4; use BiasVectors.of\(shape, 5\)", q, k, v, BiasVectors.of(SPA, 4))
+    symmetric = BiasVectors.of(SymmetricUniformShape(0.1, 0.2), 6)
     refused("5 queries and 5 keys with no layout.*sequences of 6.*length=5", q, k, v, symmetric)
     packed = Layout.packed(torch.zeros(1, 5, dtype=torch.long))
     refused("a layout.*depends on the length", q, k, v, SymmetricUniformShape(0.1, 0.2), layout=packed)
     table = SymmetricExponentialShape(ExponentialStep.between(0.5, 0.4))
     refused("2 queries and 5 keys.*depends on the length", q[:, :, :2], k, v, table)
-    parts = ShapeParts.of(SPA, 5)
+    parts = BiasVectors.of(SPA, 5)
     halved = parts.with_tensors(column=parts.column.bfloat16())
     refused("column of the shape is torch.bfloat16, which moves the bias by up to 6e-2", q, k, v, halved)
     if torch.cuda.is_available():
@@ -121,7 +130,7 @@ def test_auto_logs_its_choice_once(caplog):
 def test_what_auto_chooses(device):
     def chosen(shape=SPA, queries=8192, keys=8192, grad=False, **options) -> str:
         (q, _, _), (_, k, v) = (tensors(length=n, device=device, **options) for n in (queries, keys))
-        parts = ShapeParts.of(shape, keys, device)
+        parts = BiasVectors.of(shape, keys, device)
         return attention.choose(Request(q.requires_grad_(grad), k, v, parts).check())[0]
 
     assert chosen() == ("triton" if device == "cuda" else "flex")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from skipless.nn.linear import applied
-from skipless.ops import few_rows, triton
+from skipless.ops import gpu, linear
+from skipless.ops.linear import applied
 
-pytestmark = pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # Triton's interpreter cuts bfloat16 off where a GPU rounds
@@ -27,7 +27,7 @@ def tensors(rows: tuple[int, ...], k: int, widths: list[int], dtype) -> tuple[to
     [((1,), 256, [16]), ((1, 1), 1024, [64, 32, 48]), ((3,), 272, [16, 16]), ((2, 2), 4096, [32]), ((2, 1), 96, [160])],
 )
 def test_as_close_to_the_truth_as_torch(rows, k, widths, biased, dtype):
-    from skipless.ops.few_rows_kernel import few_rows_linear
+    from skipless.ops.gpu.linear import few_rows_linear
 
     x, weights = tensors(rows, k, widths, dtype)
     bias = torch.randn(sum(widths), generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype) if biased else None
@@ -43,7 +43,7 @@ def test_as_close_to_the_truth_as_torch(rows, k, widths, biased, dtype):
     ("widths", "k"), [([1024], 1024), ([4096], 1024), ([1024], 4096), ([64] * 3, 512), ([16], 256)]
 )
 def test_tiles_cover_the_matrices(widths, k):
-    from skipless.ops.few_rows_kernel import block
+    from skipless.ops.gpu.linear import block
 
     down, across = block(widths, k)
     assert all(n % down == 0 for n in widths)
@@ -57,8 +57,8 @@ class Quantised(torch.Tensor):
 
 def test_what_fits():
     x, weights = tensors((1, 4), 256, [32, 64], torch.bfloat16)
-    assert few_rows.fits(x, weights)
-    assert not few_rows.serves(x.cpu(), weights)
+    assert linear.fits(x, weights)
+    assert not linear.serves(x.cpu(), weights)
     for other in (
         (x.float(), [w.float() for w in weights]),  # single precision
         (x.repeat(1, 2, 1), weights),  # eight rows
@@ -70,18 +70,18 @@ def test_what_fits():
         (x[..., :128], [w[:, :128] for w in weights]),  # short rows
         (x, [weights[0].as_subclass(Quantised)]),
     ):
-        assert not few_rows.fits(*other)
+        assert not linear.fits(*other)
 
 
 @pytest.fixture
 def served(monkeypatch):
     """As on a GPU, whatever the device: the interpreter runs the kernel, with few programs. Returns its launches."""
-    from skipless.ops import few_rows_kernel
+    from skipless.ops.gpu import linear as gpu_linear
 
-    monkeypatch.setattr(few_rows_kernel, "_PROGRAMS", 1)
-    launches, real = [], few_rows_kernel.few_rows_linear
-    monkeypatch.setattr(few_rows_kernel, "few_rows_linear", lambda *args: launches.append(args) or real(*args))
-    monkeypatch.setattr(few_rows, "serves", few_rows.fits)
+    monkeypatch.setattr(gpu_linear, "_PROGRAMS", 1)
+    launches, real = [], gpu_linear.few_rows_linear
+    monkeypatch.setattr(gpu_linear, "few_rows_linear", lambda *args: launches.append(args) or real(*args))
+    monkeypatch.setattr(linear, "serves", linear.fits)
     return launches
 
 
@@ -120,8 +120,8 @@ def test_hooks_and_several_biases_are_left_to_torch(served):
 @torch.no_grad()
 def test_a_decoding_step_of_a_network(served):
     """The logits of a cached step in half precision are as close to float64 as those by torch's products."""
-    from skipless.model.cache import KVCache, decode
     from skipless.model.config import ModelConfig
+    from skipless.model.generate import KVCache, decode
     from skipless.model.transformer import Transformer
     from skipless.theory.schemes import ExponentialSPA
 
@@ -139,7 +139,7 @@ def test_a_decoding_step_of_a_network(served):
     truth = last(model.double())
     ours, count = last(model.to(torch.float16)), len(served)
     served_by_torch = pytest.MonkeyPatch()
-    served_by_torch.setattr(few_rows, "serves", lambda *args: False)
+    served_by_torch.setattr(linear, "serves", lambda *args: False)
     theirs = last(model)
     served_by_torch.undo()
     assert count == 4 * 2  # the queries, keys and values of a block together, its output, up and down

@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from skipless.ops import Layout, ShapeParts, attention, blocks, flex, shaped_attention
-from skipless.ops.request import Request
+from skipless.ops import attention, flex
+from skipless.ops import layout as ops_layout
+from skipless.ops.attention import shaped_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.inputs import Request
+from skipless.ops.layout import Layout
 from skipless.theory.schemes import ExponentialSPA
 from skipless.theory.shapes import ExponentialShape, PlainShape, UniformShape
 
@@ -32,10 +36,10 @@ def tensors(*sizes: int, **options) -> list[torch.Tensor]:
 def dense_blocks(layout: Layout, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(any, all) visible per block of 128×128, from the dense mask; a block that is cut short is never all visible."""
     visible = layout.visible(causal)
-    queries, keys = (-(-n // blocks.BLOCK) * blocks.BLOCK for n in visible.shape[1:])
+    queries, keys = (-(-n // ops_layout.BLOCK) * ops_layout.BLOCK for n in visible.shape[1:])
     padded = torch.zeros(visible.shape[0], queries, keys, dtype=torch.bool)
     padded[:, : visible.shape[1], : visible.shape[2]] = visible
-    tiles = padded.unflatten(2, (-1, blocks.BLOCK)).unflatten(1, (-1, blocks.BLOCK)).transpose(2, 3)
+    tiles = padded.unflatten(2, (-1, ops_layout.BLOCK)).unflatten(1, (-1, ops_layout.BLOCK)).transpose(2, 3)
     return tiles.flatten(3).any(-1), tiles.flatten(3).all(-1)
 
 
@@ -44,7 +48,7 @@ def dense_blocks(layout: Layout, causal: bool) -> tuple[torch.Tensor, torch.Tens
 def test_blocks_cover_what_is_visible(documents, causal):
     ids = torch.tensor([[name for name, length in documents for _ in range(length)]])
     layout = Layout.packed(ids)
-    partial, full = blocks.visited(layout, causal)
+    partial, full = ops_layout.visited(layout, causal)
     some, every = dense_blocks(layout, causal)
     assert not (partial & full).any()
     assert torch.equal(full, every)
@@ -55,7 +59,7 @@ def test_blocks_cover_what_is_visible(documents, causal):
 @given(st.integers(0, 600), st.integers(1, 600))
 def test_blocks_of_plain_causal_attention_are_exact(past, new):
     layout = Layout.continuing(past, new)
-    partial, full = blocks.visited(layout, causal=True)
+    partial, full = ops_layout.visited(layout, causal=True)
     some, every = dense_blocks(layout, causal=True)
     assert torch.equal(full, every)
     assert torch.equal(partial, some & ~every)
@@ -65,7 +69,7 @@ def test_blocks_of_plain_causal_attention_are_exact(past, new):
 def test_padding_is_not_visited(causal):
     mask = torch.ones(1, 640, dtype=torch.bool)
     mask[:, :300] = False
-    partial, full = blocks.visited(Layout.left_padded(mask), causal)
+    partial, full = ops_layout.visited(Layout.left_padded(mask), causal)
     assert not partial[0, :2].any()
     assert not partial[0, :, :2].any()
     assert not full[0, :3].any()
@@ -86,9 +90,9 @@ def test_no_square_tensor(shape):
     q, k, v = tensors(1, 1, length, 16)
     documents = torch.arange(length, device=DEVICE)[None] // 5000
     shaped_attention(q, k, v, shape, impl="flex")  # compiles
-    blocks._causal.cache_clear()
+    ops_layout._causal.cache_clear()
     assert largest_allocation(lambda: shaped_attention(q, k, v, shape, impl="flex")) < length**2 / 16
-    assert largest_allocation(lambda: blocks.block_mask(Layout.packed(documents), True)) < length**2 / 16
+    assert largest_allocation(lambda: ops_layout.block_mask(Layout.packed(documents), True)) < length**2 / 16
     assert largest_allocation(lambda: shaped_attention(q[:, :, :2048], k, v, shape, impl="reference")) >= 2048 * length
 
 
@@ -127,8 +131,8 @@ def test_inside_a_compiled_function(impl, packed):
     q, k, v = tensors(2, 2, 130, 16)
     layout = Layout.packed(torch.arange(260, device=DEVICE).reshape(2, 130) // 50) if packed else None
     if packed:
-        layout = attention.prepare(Request(q, k, v, ShapeParts.of(PlainShape(), 130, DEVICE), layout), impl)
-    parts = [ShapeParts.of(ExponentialShape.between(g, 0.3, 0.1), 130, DEVICE) for g in (np.inf, 0.5)]
+        layout = attention.prepare(Request(q, k, v, BiasVectors.of(PlainShape(), 130, DEVICE), layout), impl)
+    parts = [BiasVectors.of(ExponentialShape.between(g, 0.3, 0.1), 130, DEVICE) for g in (np.inf, 0.5)]
 
     def block(q, k, v, parts, layout):
         return shaped_attention(q.sin(), k, v, parts, impl=impl, layout=layout).cos()
@@ -148,13 +152,13 @@ def test_a_mask_of_documents_is_not_built_inside_a_compiled_function(monkeypatch
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q, k, v = (torch.empty(2, 2, 130, 16, device="meta") for _ in range(3))
     layout = Layout.packed(torch.arange(260).reshape(2, 130) // 50)
-    request = Request(q, k, v, ShapeParts.of(PlainShape(), 130), layout)
+    request = Request(q, k, v, BiasVectors.of(PlainShape(), 130), layout)
     assert not flex._is_prepared(request)
     assert flex._is_prepared(dataclasses.replace(request, layout=None))
-    blocks.block_mask(layout, causal=True)
+    ops_layout.block_mask(layout, causal=True)
     assert not flex._is_prepared(request)  # inside a compiled function nothing is kept
     monkeypatch.undo()
-    blocks.block_mask(layout, causal=True)
+    ops_layout.block_mask(layout, causal=True)
     assert flex._is_prepared(request)
 
 
@@ -167,7 +171,7 @@ def test_a_prepared_mask_is_found_by_compiled_blocks(packed, monkeypatch):
     )
     q, k, v = tensors(2, 2, 300, 16)
     layout = Layout.packed(torch.arange(600, device=DEVICE).reshape(2, 300) // 50)
-    parts = ShapeParts.of(ExponentialSPA(0.05, 0.008).shapes(4)[0], 300, DEVICE)
+    parts = BiasVectors.of(ExponentialSPA(0.05, 0.008).shapes(4)[0], 300, DEVICE)
     layout = attention.prepare(Request(q, k, v, parts, layout if packed else None), "flex")
     assert layout is not None
     graphs = []
@@ -180,7 +184,7 @@ def test_a_prepared_mask_is_found_by_compiled_blocks(packed, monkeypatch):
         lambda p: shaped_attention(q, k, v, p, impl="flex", layout=layout), backend=keep, fullgraph=True
     )
     for shape in ExponentialSPA(0.05, 0.008).shapes(4):
-        parts = ShapeParts.of(shape, 300, DEVICE)
+        parts = BiasVectors.of(shape, 300, DEVICE)
         with torch.no_grad():
             got = run(parts)
         want = shaped_attention(q, k, v, parts, impl="reference", layout=layout)
@@ -198,7 +202,7 @@ def test_tensors_with_gradients_of_their_own_run_where_none_is_asked_for():
 
 
 def test_a_mask_that_is_kept_serves_training_after_inference_mode():
-    blocks._causal.cache_clear()
+    ops_layout._causal.cache_clear()
     with torch.inference_mode():
-        blocks.causal_block_mask(5, 300, DEVICE)
-    assert not blocks.causal_block_mask(5, 300, DEVICE).kv_indices.is_inference()
+        ops_layout.causal_block_mask(5, 300, DEVICE)
+    assert not ops_layout.causal_block_mask(5, 300, DEVICE).kv_indices.is_inference()

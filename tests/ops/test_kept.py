@@ -5,12 +5,14 @@ import torch
 from torch import Tensor
 
 from skipless.nn.position import Rotation
-from skipless.ops import Layout, ShapeParts, shaped_attention, triton
-from skipless.ops.attention import turned_attention
-from skipless.ops.request import Request
+from skipless.ops import gpu
+from skipless.ops.attention import shaped_attention, turned_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.inputs import Request
+from skipless.ops.layout import Layout
 from skipless.theory.shapes import AlibiShape, AttentionShape, ExponentialShape, PlainShape, UniformShape
 
-pytestmark = pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed")
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 HALF = torch.bfloat16 if CUDA else torch.float16  # Triton's interpreter does not multiply in bfloat16
@@ -39,7 +41,7 @@ def kept(monkeypatch):
 
     What is read and was not written is not a number.
     """
-    from skipless.ops.triton import launch
+    from skipless.ops.gpu import launch
 
     counted = []
     real, room = launch.run_kept_query_side, launch._scores
@@ -96,7 +98,7 @@ def test_rotated_rows_are_turned_back(kept, rows):
     locations = torch.arange(length, device=DEVICE)[None] + 3 * torch.arange(rows, device=DEVICE)[:, None]
     rotation = Rotation.at(locations, width)
     q, k, v = (t.unflatten(-1, (heads, width)).transpose(1, 2) for t in together.chunk(3, dim=-1))
-    request = Request(q, k, v, ShapeParts.of(E_SPA, length, DEVICE))
+    request = Request(q, k, v, BiasVectors.of(E_SPA, length, DEVICE))
 
     def gradient() -> Tensor:
         out = turned_attention(request, together, rotation.cos, rotation.sin, "triton")
@@ -143,7 +145,7 @@ def test_documents_and_padding(kept, name, shape):
 @pytest.mark.parametrize("size", [0, 2**29], ids=["twice", "once"])
 def test_the_order_of_tiles_changes_nothing(kept, monkeypatch, size):
     """One head after another, four at a time of the six there are, and all at once."""
-    from skipless.ops.triton import launch
+    from skipless.ops.gpu import launch
 
     inputs, upstream = tensors(70, batch=3)
     of_head, found = 2 * 70 * 16 * 2, []

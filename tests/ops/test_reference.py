@@ -8,19 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipless.ops import ShapeParts, shaped_attention
-from skipless.ops.scan import filtered, initial_attention
+from skipless.ops.attention import shaped_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.reference import filtered, initial_attention
 from skipless.theory.exponential import ExponentialStep
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.theory.shapes import (
     AlibiShape,
+    DenseShape,
     ExponentialShape,
     IdentityShape,
     PlainShape,
+    RescaledShape,
+    SymmetricExponentialShape,
     SymmetricUniformShape,
     UniformShape,
 )
-from skipless.theory.tables import DenseShape, RescaledShape, SymmetricExponentialShape
 
 HEADS = 2
 SHAPES = {
@@ -143,7 +146,7 @@ def test_a_gain_that_is_a_number_keeps_the_precision_of_the_queries():
 def test_parts_between_is_theory_bias(kind):
     """Up to a constant per row, which a softmax forgets."""
     shape, here = SHAPES[kind], torch.arange(50)
-    bias, row_scale = ShapeParts.of(shape, 50, dtype=torch.float64).between(here, here)
+    bias, row_scale = BiasVectors.of(shape, 50, dtype=torch.float64).between(here, here)
     if shape.causal:
         bias = bias.masked_fill(here[:, None] < here[None, :], -torch.inf)
     want = torch.tensor(shape.bias(50)).reshape(-1, 50, 50)
@@ -152,27 +155,27 @@ def test_parts_between_is_theory_bias(kind):
 
 
 def test_parts_are_tensors_that_a_module_can_keep():
-    parts = ShapeParts.of(SHAPES["uniform"], 20)
+    parts = BiasVectors.of(SHAPES["uniform"], 20)
     assert {t.dtype for t in parts.tensors().values()} == {torch.float32}
     assert set(parts.tensors()) == {"slope", "column", "diagonal", "row_scale", "row"}
-    again = ShapeParts.of(SHAPES["uniform"], 20, dtype=torch.float64).with_tensors(**parts.tensors())
+    again = BiasVectors.of(SHAPES["uniform"], 20, dtype=torch.float64).with_tensors(**parts.tensors())
     assert again.tensors() == parts.tensors()
     assert again.to(dtype=torch.float64).dtype == torch.float64
 
 
 def test_parts_know_how_far_they_reach():
-    assert ShapeParts.of(PlainShape(), 1).reach is None
-    assert ShapeParts.of(SHAPES["exponential-first"], 50).reach == 50
-    assert {t.shape for t in ShapeParts.of(SHAPES["exponential-first"], 5000).tensors().values()} == {(), (5000,)}
-    assert ShapeParts.of(SHAPES["uniform"], 5000).reach == 5000
-    assert ShapeParts.of(SHAPES["symmetric-uniform"], 50).exact_reach
+    assert BiasVectors.of(PlainShape(), 1).reach is None
+    assert BiasVectors.of(SHAPES["exponential-first"], 50).reach == 50
+    assert {t.shape for t in BiasVectors.of(SHAPES["exponential-first"], 5000).tensors().values()} == {(), (5000,)}
+    assert BiasVectors.of(SHAPES["uniform"], 5000).reach == 5000
+    assert BiasVectors.of(SHAPES["symmetric-uniform"], 50).exact_reach
     rescaled = RescaledShape(SHAPES["exponential-first"], np.ones(70))
-    assert ShapeParts.of(rescaled, 70).reach == 70
-    assert ShapeParts.of(RescaledShape(DenseShape(np.eye(9)), np.ones(9)), 9).table is not None
+    assert BiasVectors.of(rescaled, 70).reach == 70
+    assert BiasVectors.of(RescaledShape(DenseShape(np.eye(9)), np.ones(9)), 9).table is not None
 
 
 def test_identity_and_half_precision_parts_are_refused():
     with pytest.raises(ValueError, match=r"IdentityShape has no finite bias.*gains"):
-        ShapeParts.of(IdentityShape(), 4)
+        BiasVectors.of(IdentityShape(), 4)
     with pytest.raises(ValueError, match=r"bfloat16.*float32 or torch\.float64"):
-        ShapeParts.of(PlainShape(), 4, dtype=torch.bfloat16)
+        BiasVectors.of(PlainShape(), 4, dtype=torch.bfloat16)

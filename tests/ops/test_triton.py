@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from skipless.ops import Layout, ShapeParts, shaped_attention, triton
-from skipless.ops.scan import initial_attention
-from skipless.theory.shapes import AlibiShape, ExponentialShape, UniformShape
-from skipless.theory.tables import DenseShape
+from skipless.ops import gpu
+from skipless.ops.attention import shaped_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.layout import Layout
+from skipless.ops.reference import initial_attention
+from skipless.theory.shapes import AlibiShape, DenseShape, ExponentialShape, UniformShape
 
 pytestmark = [
-    pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed"),
+    pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed"),
     # torch's own, on the way to inductor
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -60,7 +62,7 @@ def test_tensors_that_do_not_lie_in_rows_are_copied():
 )
 @pytest.mark.parametrize("shared", [True, False])
 def test_decoding_shares_out_the_keys(monkeypatch, shape, sizes, dtype, shared):
-    from skipless.ops.triton import decode
+    from skipless.ops.gpu import decode
 
     heads, kv_heads, queries, keys = sizes
     monkeypatch.setattr(decode, "_KEYS_PER_SHARE", 64 if shared else 1024)
@@ -84,7 +86,7 @@ def test_decoding_shares_out_the_keys(monkeypatch, shape, sizes, dtype, shared):
 @pytest.mark.parametrize("keys", [1, 63, 64, 65, 257, 100_000])
 @pytest.mark.parametrize(("heads", "batch"), [(1, 1), (8, 1), (8, 64)])
 def test_shares_cover_every_key_once(keys, heads, batch):
-    from skipless.ops.triton import decode
+    from skipless.ops.gpu import decode
 
     number, each = decode.shares_of(keys, heads, batch)
     assert (number - 1) * each < keys <= number * each
@@ -122,7 +124,7 @@ def test_gradients_are_the_same_in_every_run(kind):
 def test_inside_a_compiled_function(packed, width):
     q, k, v, dout = tensors(512, heads=4, width=width)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    parts = ShapeParts.of(SHAPES["exponential"], 512, "cuda")
+    parts = BiasVectors.of(SHAPES["exponential"], 512, "cuda")
     ids = torch.arange(512, device="cuda")[None] // 200
     layout = Layout.packed(ids) if packed else None
 
@@ -140,7 +142,7 @@ def test_inside_a_compiled_function(packed, width):
 def test_memory_grows_with_length_and_not_its_square():
     q, k, v, dout = tensors(32768)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    parts = ShapeParts.of(SHAPES["exponential"], 32768, "cuda")
+    parts = BiasVectors.of(SHAPES["exponential"], 32768, "cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     out = shaped_attention(*inputs, parts, impl="triton")

@@ -2,14 +2,14 @@
 
 import pytest
 
-from skipless.ops import triton
+from skipless.ops import gpu
 
 SCRIPT = """
 import re, sys, torch
 from hopper import compiled, intercept, usage
-from skipless.ops import Layout, ShapeParts
-from skipless.ops.triton import backward, decode, decoding, kept, launch, op, turned
-from skipless.ops.triton.places import places
+from skipless.ops import Layout, BiasVectors
+from skipless.ops.gpu import backward, decode, decoding, kept, launch, op, turned
+from skipless.ops.gpu import places
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
 intercept(launch, "forward")
@@ -20,7 +20,7 @@ intercept(turned, "rotate")
 shapes = {"e-spa": ExponentialShape.between(0.05, 0.04), "u-spa": UniformShape(0.7, 0.75)}
 width, shape = int(sys.argv[1]), shapes[sys.argv[2]]
 q, k, v, dout = (torch.empty(2, 256, 4, width, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
-parts = ShapeParts.of(shape, 256)
+parts = BiasVectors.of(shape, 256)
 rest = ([parts.slope, parts.column, parts.diagonal, parts.row_scale], parts.row, [], True)
 out, lse = op.shaped_attention._init_fn(q, k, v, *rest)
 def both(backward_of, *arguments):
@@ -62,7 +62,7 @@ assert all(fit(kernel)[1] == 0 for kernel in compiled[16:]), "with documents it 
 """
 
 
-@pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed")
+@pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed")
 @pytest.mark.parametrize(("width", "kind"), [(64, "u-spa"), (128, "e-spa")])
 def test_kernels_compile_for_a_gpu_that_is_not_here(width, kind, on_hopper):
     on_hopper(SCRIPT, str(width), kind)

@@ -9,16 +9,18 @@ from torch import Tensor, library
 from torch._dynamo.backends.common import aot_autograd
 
 from skipless.nn import attention as nn_attention
-from skipless.nn.attention import AttentionOptions, Placement, ShapedAttention
+from skipless.nn.attention import AttentionOptions, Positions, ShapedAttention
 from skipless.nn.position import Rotation
-from skipless.ops import Layout, ShapeParts, shaped_attention, triton
-from skipless.ops.attention import turned_attention
-from skipless.ops.request import Request
+from skipless.ops import gpu
+from skipless.ops.attention import shaped_attention, turned_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.inputs import Request
+from skipless.ops.layout import Layout
 from skipless.theory.schemes import ExponentialSPA, ValueSkipInit
 from skipless.theory.shapes import AttentionShape, ExponentialShape, PlainShape, UniformShape
 
 pytestmark = [
-    pytest.mark.skipif(not triton.INSTALLED, reason="triton is not installed"),
+    pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed"),
     # torch's own, on the way to inductor
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -64,7 +66,7 @@ class Case:
         return [p.transpose(1, 2) for p in together.unflatten(-1, (-1, self.width)).split(counts, dim=2)]
 
     def turned(self, together: Tensor) -> Tensor:
-        parts = ShapeParts.of(self.shape, together.shape[1], DEVICE)
+        parts = BiasVectors.of(self.shape, together.shape[1], DEVICE)
         rotation = self.rotation()
         request = Request(*self.parts(together), parts, self.layout)
         out = turned_attention(request, together, rotation.cos, rotation.sin, "triton")
@@ -142,7 +144,7 @@ def test_the_two_paths_through_the_kernels_agree(dtype):
 
 def test_what_does_not_fit_is_left_to_the_other_path():
     case = Case.make(torch.float32)
-    rotation, parts = case.rotation(), ShapeParts.of(case.shape, 70, DEVICE)
+    rotation, parts = case.rotation(), BiasVectors.of(case.shape, 70, DEVICE)
     request = Request(*case.parts(case.together), parts)
     tables = rotation.cos, rotation.sin
     assert turned_attention(request, case.together, *tables, "reference") is None
@@ -152,17 +154,17 @@ def test_what_does_not_fit_is_left_to_the_other_path():
 
 
 def test_torch_finds_no_fault_with_the_operators():
-    from skipless.ops.triton import turned
+    from skipless.ops.gpu import rotary
 
     case = Case.make(torch.float32)
-    rotation, parts = case.rotation(), ShapeParts.of(U_SPA, 70, DEVICE)
+    rotation, parts = case.rotation(), BiasVectors.of(U_SPA, 70, DEVICE)
     vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
     heads, rest = (case.heads, case.kv_heads), (vectors, parts.row, [], True)
     tables = rotation.cos, rotation.sin
-    library.opcheck(turned.turned_attention, (case.together.clone().requires_grad_(), *tables, *heads, *rest))
-    out, lse, rotated = turned.turned_attention(case.together, *tables, *heads, *rest)
+    library.opcheck(rotary.turned_attention, (case.together.clone().requires_grad_(), *tables, *heads, *rest))
+    out, lse, rotated = rotary.turned_attention(case.together, *tables, *heads, *rest)
     arguments = (case.upstream, case.together, *tables, rotated, out, lse, *heads, *rest)
-    library.opcheck(turned.turned_attention_backward, arguments)
+    library.opcheck(rotary.turned_attention_backward, arguments)
 
 
 @pytest.fixture
@@ -197,7 +199,7 @@ def results(module, x, placement=None) -> list[Tensor]:
 def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, request):
     module, x = build(), torch.randn(2, 70, 64, device=DEVICE)
     layout = Layout.packed((torch.arange(70)[None] // torch.tensor([[30], [50]])).to(DEVICE)) if packed else None
-    placement = None if layout is None else Placement(layout, Rotation.at(layout.query_locations, 16))
+    placement = None if layout is None else Positions(layout, Rotation.at(layout.query_locations, 16))
     want = results(module, x, placement)
     taken = request.getfixturevalue("joined")
     got = results(module, x, placement)
@@ -233,7 +235,7 @@ class Cache:
 def test_modules_that_the_operator_does_not_serve(joined):
     x = torch.randn(2, 70, 64, device=DEVICE)
     build()(x, None, Cache())
-    build()(x, Placement())
+    build()(x, Positions())
     build(ValueSkipInit().shapes(1)[0])(x)
     build(impl="reference", bias_gain=True)(x)
     build(impl="reference", position="relative")(x)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from skipless.theory import gaussian
+from skipless.theory import local_maps
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.local_maps import (
     c_curvature,
@@ -76,7 +76,7 @@ def test_q_slope_is_the_derivative_of_q_map(f):
 
 @pytest.mark.parametrize("f", SMOOTH)
 def test_q_slope_is_stein_s_form(f):
-    expected = gaussian.expectation(lambda x: x * f(x) * f.derivative(x))
+    expected = local_maps.expectation(lambda x: x * f(x) * f.derivative(x))
     assert q_slope(f) == pytest.approx(float(expected), abs=1e-13)
 
 
@@ -88,8 +88,8 @@ def test_c_map_ends_and_derivatives(f):
     np.testing.assert_allclose(c_slope(f, c), (c_map(f, c + h) - c_map(f, c - h)) / (2 * h), atol=1e-9)
     np.testing.assert_allclose(c_curvature(f, c), (c_slope(f, c + h) - c_slope(f, c - h)) / (2 * h), atol=1e-8)
     if not f.rectified:
-        assert c_map(f, 0.0) == pytest.approx(float(gaussian.expectation(f)) ** 2 / second, abs=1e-13)
-        assert c_slope(f, 0.0) == pytest.approx(float(gaussian.expectation(f.derivative)) ** 2 / second, abs=1e-13)
+        assert c_map(f, 0.0) == pytest.approx(float(local_maps.expectation(f)) ** 2 / second, abs=1e-13)
+        assert c_slope(f, 0.0) == pytest.approx(float(local_maps.expectation(f.derivative)) ** 2 / second, abs=1e-13)
 
 
 @pytest.mark.parametrize("f", SMOOTH)
@@ -133,8 +133,8 @@ def test_kernel_of_sine_is_known():
 def test_kernel_map_against_a_double_integral(f, q):
     for c in (-1.0, -0.95, 0.0, 0.5, 0.99, 0.99999, 1.0):
         kernel = q * np.array([[1.0, c], [c, 1.0]])
-        assert kernel_map(f, kernel)[0, 1] == pytest.approx(gaussian.pair_expectation(f, c, q, 2000), abs=1e-11)
-        expected = gaussian.pair_expectation(f.derivative, c, q, 2000)
+        assert kernel_map(f, kernel)[0, 1] == pytest.approx(local_maps.pair_expectation(f, c, q, 2000), abs=1e-11)
+        expected = local_maps.pair_expectation(f.derivative, c, q, 2000)
         assert derivative_kernel_map(f, kernel)[0, 1] == pytest.approx(expected, abs=1e-11)
 
 
@@ -142,7 +142,7 @@ def test_large_variance_still_converges():
     kernel = 13.0 * np.array([[1.0, 1.0, 0.6], [1.0, 1.0, 0.6], [0.6, 0.6, 1.0]])
     mapped = kernel_map(GELU, kernel)
     assert mapped[0, 1] == pytest.approx(mapped[0, 0], abs=1e-9)
-    assert mapped[0, 2] == pytest.approx(gaussian.pair_expectation(GELU, 0.6, 13.0, 4000), abs=1e-10)
+    assert mapped[0, 2] == pytest.approx(local_maps.pair_expectation(GELU, 0.6, 13.0, 4000), abs=1e-10)
 
 
 @pytest.mark.parametrize("f", EVERY)
@@ -198,7 +198,7 @@ def test_rectifiers_are_homogeneous(x, scale, slope):
 def test_zero_rows_are_the_constant_of_the_activation():
     mapped = kernel_map(TANH, np.diag([0.0, 1.0]))
     at_zero = float(TANH(np.zeros(1))[0])
-    np.testing.assert_allclose(mapped[0], [at_zero**2, at_zero * gaussian.expectation(TANH)], atol=1e-14)
+    np.testing.assert_allclose(mapped[0], [at_zero**2, at_zero * local_maps.expectation(TANH)], atol=1e-14)
 
 
 def test_lengths_around_the_block_size():

@@ -5,11 +5,11 @@ from scipy.stats import ortho_group
 
 from skipless.theory import kernels, propagation
 from skipless.theory.activations import ShapedActivation
+from skipless.theory.kernels import sample_tokens
 from skipless.theory.local_maps import variance_gain
 from skipless.theory.propagation import Attend, Chain, Mlp, Normalise, Residual, Skip, forward, sub_block
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
 from skipless.theory.shaping import dks
-from skipless.theory.tokens import sample_tokens
 
 
 def test_uniform_attention_collapses_at_the_golden_rate():

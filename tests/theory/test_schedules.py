@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipless.theory import feasibility, kernels, schedules
+from skipless.theory import exponential, feasibility, kernels
 from skipless.theory.exponential import ExponentialStep
 
 
@@ -15,25 +15,25 @@ from skipless.theory.exponential import ExponentialStep
     [(0.005, 36, 0.937977), (0.005, 32, 0.930499), (0.005, 108, 0.978883), (0.2, 36, 0.984707), (1.0, 32, 0.997730)],
 )
 def test_attention_diagonal_is_constant_over_depth(gamma_final, depth, golden):
-    lams = [step.lam for step in schedules.exponential_steps(gamma_final, depth)]
+    lams = [step.lam for step in exponential.exponential_steps(gamma_final, depth)]
     np.testing.assert_allclose(lams, lams[0], rtol=1e-13)
     assert lams[0] == pytest.approx(golden, abs=5e-7)
 
 
 def test_golden_decay_rates():
-    rates = schedules.decay_rates(0.005, 36)
+    rates = exponential.decay_rates(0.005, 36)
     assert rates[0] == np.inf
     assert rates[36] == pytest.approx(0.005, rel=1e-12)
     assert rates[1] == pytest.approx(1.05930, abs=5e-6)
     assert rates[18] == pytest.approx(0.052542, abs=5e-7)
-    assert schedules.decay_rates(0.005, 32)[1] == pytest.approx(1.00432, abs=5e-6)
+    assert exponential.decay_rates(0.005, 32)[1] == pytest.approx(1.00432, abs=5e-6)
     assert kernels.innovation(0.005) == pytest.approx(0.0997505, abs=5e-8)
 
 
 @given(st.floats(1e-5, 3.0), st.sampled_from([1, 2, 36, 1000]))
 def test_rates_follow_appendix_c(gamma_final, depth):
     """a(γ_l) = a(γ_L)^{l/L}, and rates fall."""
-    rates = schedules.decay_rates(gamma_final, depth)
+    rates = exponential.decay_rates(gamma_final, depth)
     assert (np.diff(rates) < 0).all()
     expected = kernels.innovation(gamma_final) ** (np.arange(depth + 1) / depth)
     np.testing.assert_allclose([kernels.innovation(g) for g in rates], expected, rtol=1e-11)
@@ -45,14 +45,14 @@ def test_fast_decay_keeps_its_digits(gamma_final):
     with mpmath.workdps(80):
         tau = -mpmath.log(1 - mpmath.exp(-2 * mpmath.mpf(gamma_final))) / 4
         expected = [float(-mpmath.log(1 - mpmath.exp(-n * tau)) / 2) for n in range(1, 5)]
-    np.testing.assert_allclose(schedules.decay_rates(gamma_final, 4)[1:], expected, rtol=1e-14)
+    np.testing.assert_allclose(exponential.decay_rates(gamma_final, 4)[1:], expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 36, 1000])
 def test_scheduled_steps_equal_the_pairwise_formula(depth):
     """The schedule's scalars are built without subtracting rates; where that is harmless both must agree."""
-    rates = schedules.decay_rates(0.005, depth)
-    for level, step in enumerate(schedules.exponential_steps(0.005, depth), start=1):
+    rates = exponential.decay_rates(0.005, depth)
+    for level, step in enumerate(exponential.exponential_steps(0.005, depth), start=1):
         pair = ExponentialStep.between(rates[level - 1], rates[level])
         assert (step.gamma_in, step.gamma_out) == (rates[level - 1], rates[level])
         assert step.gap == pytest.approx(pair.gap, rel=1e-9)
@@ -62,14 +62,14 @@ def test_scheduled_steps_equal_the_pairwise_formula(depth):
 @pytest.mark.parametrize("gamma_final", [1e-9, 1e-12])
 def test_a_single_block_that_nearly_collapses_keeps_its_digits(gamma_final):
     """λ = a(γ_L) is what is left of 1 − (1−λ²)."""
-    (step,) = schedules.exponential_steps(gamma_final, 1)
+    (step,) = exponential.exponential_steps(gamma_final, 1)
     assert step.lam == pytest.approx(kernels.innovation(gamma_final), rel=1e-12, abs=0.0)
 
 
 @pytest.mark.parametrize(("depth", "alpha", "gamma"), [(36, 0.98, 0.2), (32, 0.9975, 1.0), (36, 0.99, 0.4)])
 def test_skip_adjusted_steps_are_equation_of_appendix_f(depth, alpha, gamma):
-    rates = schedules.decay_rates(gamma, depth)
-    for level, step in enumerate(schedules.exponential_steps(gamma, depth, alpha), start=1):
+    rates = exponential.decay_rates(gamma, depth)
+    for level, step in enumerate(exponential.exponential_steps(gamma, depth, alpha), start=1):
         lam0 = kernels.innovation(rates[level]) / kernels.innovation(rates[level - 1])
         lam = np.sqrt((lam0**2 - alpha**2) / (1 - alpha**2))
         assert step.lam == pytest.approx(lam, rel=1e-9)
@@ -96,9 +96,9 @@ def test_feasible_decay_rates_explain_the_papers_grids(depth, alpha, bound):
     assert exact == pytest.approx(bound, abs=0.005)
     assert feasibility.largest_skip_weight(exact, depth) == pytest.approx(alpha, rel=1e-12)
     suggested = feasibility.round_up(exact)
-    assert schedules.exponential_steps(suggested, depth, alpha)[0].lam > 0
+    assert exponential.exponential_steps(suggested, depth, alpha)[0].lam > 0
     with pytest.raises(ValueError, match=f"use gamma_final ≥ {suggested}"):
-        schedules.exponential_steps(exact * 0.99, depth, alpha)
+        exponential.exponential_steps(exact * 0.99, depth, alpha)
 
 
 @pytest.mark.parametrize(("depth", "gamma"), [(1, 1e-30), (1, 0.005), (2, 1e-6), (36, 1e-30), (36, 0.2)])
@@ -107,7 +107,7 @@ def test_at_the_largest_skip_weight_a_step_is_finite_or_refused(depth, gamma):
     alpha = feasibility.largest_skip_weight(gamma, depth)
     for _ in range(30):
         alpha = float(np.nextafter(alpha, 0.0))
-        steps = _unless_refused("not positive (App. F)", schedules.exponential_steps, gamma, depth, alpha)
+        steps = _unless_refused("not positive (App. F)", exponential.exponential_steps, gamma, depth, alpha)
         assert all(np.isfinite(step.excess) and step.gamma_out > 0 for step in steps)
 
 
@@ -118,7 +118,7 @@ def test_at_the_largest_correlation_the_error_is_that_of_the_skip(depth, alpha, 
     for _ in range(30):
         rho = float(np.nextafter(rho, 0.0))
         arguments = rho, depth, initial, schedule, alpha
-        steps = _unless_refused("needs a residual branch", schedules.uniform_steps, *arguments)
+        steps = _unless_refused("needs a residual branch", exponential.uniform_steps, *arguments)
         assert all(after < 1 for _, after in steps)
 
 
@@ -135,18 +135,18 @@ def _unless_refused(words, make, *arguments):
 @pytest.mark.parametrize(("depth", "alpha", "gamma"), [(1, 0.3, 1e-30), (36, 0.5, 1e-30), (300, 0.9, 1e-300)])
 def test_both_hints_of_an_infeasible_skip_work_at_tiny_decay_rates(depth, alpha, gamma):
     with pytest.raises(ValueError, match="gamma_final ≥ ") as caught:
-        schedules.exponential_steps(gamma, depth, alpha)
+        exponential.exponential_steps(gamma, depth, alpha)
     rate, weight = (float(text) for text in re.findall(r"[≥≤] ([0-9.]+(?:e-?[0-9]+)?)", str(caught.value)))
-    assert schedules.exponential_steps(rate, depth, alpha)[0].lam > 0
-    assert schedules.exponential_steps(gamma, depth, weight)[0].lam > 0
+    assert exponential.exponential_steps(rate, depth, alpha)[0].lam > 0
+    assert exponential.exponential_steps(gamma, depth, weight)[0].lam > 0
 
 
 def test_the_hint_of_an_infeasible_correlation_is_above_the_inputs():
     with pytest.raises(ValueError, match="use rho_final ≤ ") as caught:
-        schedules.uniform_steps(0.8, 36, 0.29, "linear", 0.999999)
+        exponential.uniform_steps(0.8, 36, 0.29, "linear", 0.999999)
     rho = float(str(caught.value).split("≤ ")[1].split()[0])
     assert all(
-        0.29 <= before < after < 1 for before, after in schedules.uniform_steps(rho, 36, 0.29, "linear", 0.999999)
+        0.29 <= before < after < 1 for before, after in exponential.uniform_steps(rho, 36, 0.29, "linear", 0.999999)
     )
 
 
@@ -156,8 +156,8 @@ def test_feasible_correlations_with_skips(alpha, limit):
     bound = feasibility.largest_rho_final(alpha, 32, 0.008, "linear")
     assert bound == pytest.approx(limit, abs=5e-4)
     with pytest.raises(ValueError, match=f"use rho_final ≤ {feasibility.round_down(bound)}"):
-        schedules.uniform_steps(0.8, 32, 0.008, "linear", alpha)
-    steps = schedules.uniform_steps(feasibility.round_down(bound), 32, 0.008, "linear", alpha)
+        exponential.uniform_steps(0.8, 32, 0.008, "linear", alpha)
+    steps = exponential.uniform_steps(feasibility.round_down(bound), 32, 0.008, "linear", alpha)
     assert all(before < after < 1 for before, after in steps)
 
 
@@ -166,23 +166,23 @@ def test_feasible_correlations_with_skips(alpha, limit):
 def test_the_largest_correlation_is_where_a_branch_would_need_one(schedule, rho_initial):
     bound = feasibility.largest_rho_final(0.98, 32, rho_initial, schedule)
     below, above = bound - 1e-9 * (1.0 - bound), bound + 1e-9 * (1.0 - bound)
-    residuals = [residual for _, residual in schedules.uniform_steps(below, 32, rho_initial, schedule, 0.98)]
+    residuals = [residual for _, residual in exponential.uniform_steps(below, 32, rho_initial, schedule, 0.98)]
     assert max(residuals) == pytest.approx(1.0, abs=1e-7)
     with pytest.raises(ValueError, match="ρ_res"):
-        schedules.uniform_steps(above, 32, rho_initial, schedule, 0.98)
+        exponential.uniform_steps(above, 32, rho_initial, schedule, 0.98)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "geometric"])
 def test_uniform_skips_compose_to_the_schedule(schedule):
     """α²Σ(ρ_{l−1}) + β²Σ(ρ_res) = Σ(ρ_l). Sec. 3.4."""
-    rho = schedules.correlations(0.4, 12, 0.008, schedule)
-    for level, (before, residual) in enumerate(schedules.uniform_steps(0.4, 12, 0.008, schedule, 0.9), start=1):
+    rho = exponential.correlations(0.4, 12, 0.008, schedule)
+    for level, (before, residual) in enumerate(exponential.uniform_steps(0.4, 12, 0.008, schedule, 0.9), start=1):
         assert before == rho[level - 1]
         assert 0.81 * before + 0.19 * residual == pytest.approx(rho[level], rel=1e-12)
 
 
 def test_geometric_schedule_loses_the_same_share_in_every_block():
-    rho = schedules.correlations(0.8, 10, 0.1, "geometric")
+    rho = exponential.correlations(0.8, 10, 0.1, "geometric")
     np.testing.assert_allclose((1 - rho[1:]) / (1 - rho[:-1]), (0.2 / 0.9) ** 0.1, rtol=1e-12)
 
 
@@ -199,14 +199,14 @@ def test_rounding_helpers_stay_on_the_feasible_side():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: schedules.exponential_steps(0.0, 4), "gamma_final is 0.0"),
-        (lambda: schedules.exponential_steps(np.inf, 4), "use ValueSkipInit"),
-        (lambda: schedules.exponential_steps(400.0, 4), "gamma_final is 400; .*use ValueSkipInit"),
-        (lambda: schedules.exponential_steps(0.1, 0), "depth is 0"),
-        (lambda: schedules.exponential_steps(0.1, 4, 1.0), "skip_weight is 1.0"),
-        (lambda: schedules.exponential_steps(0.1, 4, -0.2), "skip_weight is -0.2"),
-        (lambda: schedules.uniform_steps(0.005, 4, 0.008, "linear"), "use rho_final > 0.008"),
-        (lambda: schedules.correlations(0.5, 4, 0.0, "cubic"), "'linear' or 'geometric'"),
+        (lambda: exponential.exponential_steps(0.0, 4), "gamma_final is 0.0"),
+        (lambda: exponential.exponential_steps(np.inf, 4), "use ValueSkipInit"),
+        (lambda: exponential.exponential_steps(400.0, 4), "gamma_final is 400; .*use ValueSkipInit"),
+        (lambda: exponential.exponential_steps(0.1, 0), "depth is 0"),
+        (lambda: exponential.exponential_steps(0.1, 4, 1.0), "skip_weight is 1.0"),
+        (lambda: exponential.exponential_steps(0.1, 4, -0.2), "skip_weight is -0.2"),
+        (lambda: exponential.uniform_steps(0.005, 4, 0.008, "linear"), "use rho_final > 0.008"),
+        (lambda: exponential.correlations(0.5, 4, 0.0, "cubic"), "'linear' or 'geometric'"),
     ],
 )
 def test_bad_values_are_named(call, words):

@@ -8,14 +8,16 @@ from skipless.theory import kernels
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
 from skipless.theory.shapes import (
     AlibiShape,
+    DenseShape,
     ExponentialShape,
     IdentityShape,
     PlainShape,
+    RescaledShape,
+    SymmetricExponentialShape,
     SymmetricUniformShape,
     UniformShape,
     alibi_slopes,
 )
-from skipless.theory.tables import DenseShape, RescaledShape, SymmetricExponentialShape
 
 SHAPES = [
     PlainShape(),

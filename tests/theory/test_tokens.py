@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipless.theory import kernels
-from skipless.theory.tokens import repeat_rate, sample_tokens
+from skipless.theory.kernels import repeat_rate, sample_tokens
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=40))

@@ -7,7 +7,7 @@ import typer
 
 from skipless import __version__
 from skipless.cli import demo, evaluate, export, generate, inspect, kernels, prepare, report, reproduce, train
-from skipless.cli.stopping import told
+from skipless.console import told
 
 app = typer.Typer(
     name="skipless",

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from skipless.train.evaluate import EvalResult
-    from skipless.train.subject import Subject
-    from skipless.train.tasks import Question, TaskResult
+    from skipless.training.evaluate import EvalResult
+    from skipless.training.load import LoadedModel
+    from skipless.training.tasks import Question, TaskResult
 
 
 class Backend(StrEnum):
@@ -107,7 +107,7 @@ def command(
 
 
 def _check(length: int | None, tasks: str | None, tasks_folder: Path | None, json_file: Path | None) -> None:
-    from skipless.cli.output import check_target
+    from skipless.console import check_target
 
     if length is not None and length < 1:
         raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
@@ -117,23 +117,23 @@ def _check(length: int | None, tasks: str | None, tasks_folder: Path | None, jso
         check_target(json_file)
 
 
-def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[Subject, str]":
+def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[LoadedModel, str]":
     from transformers.utils import logging
 
-    from skipless.train.device import find_device
-    from skipless.train.subject import load_subject
+    from skipless.training.distributed import find_device
+    from skipless.training.load import load_trained
 
     logging.disable_progress_bar()
     place = find_device(device)
-    subject = load_subject(path, tokenizer)
+    subject = load_trained(path, tokenizer)
     subject.model.to(place)
     return subject, str(place)
 
 
-def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[str, EvalResult]":
+def _texts(subject: "LoadedModel", corpus: str | None, options: Options) -> "dict[str, EvalResult]":
     """The result on one text, by its name."""
     from skipless.data.store import MANIFEST
-    from skipless.train.evaluate import Windowing, evaluate_text, held_out_texts
+    from skipless.training.evaluate import Windowing, evaluate_text, held_out_texts
 
     if corpus is None:
         if subject.validation is None:
@@ -154,11 +154,10 @@ def _texts(subject: "Subject", corpus: str | None, options: Options) -> "dict[st
     return {corpus: result}
 
 
-def _prepared(subject: "Subject", folder: Path, options: Options) -> "EvalResult":
+def _prepared(subject: "LoadedModel", folder: Path, options: Options) -> "EvalResult":
     from skipless.data.loader import TokenLoader
     from skipless.data.store import TokenStore
-    from skipless.train.evaluate import evaluate_loss
-    from skipless.train.scoring import BATCH_TOKENS
+    from skipless.training.evaluate import BATCH_TOKENS, evaluate_loss
 
     if options.stride is not None or options.separate:
         raise ValueError(
@@ -172,14 +171,14 @@ def _prepared(subject: "Subject", folder: Path, options: Options) -> "EvalResult
 
 
 def _tasks(
-    subject: "Subject", names: str, folder: Path | None, backend: Backend, options: Options
+    subject: "LoadedModel", names: str, folder: Path | None, backend: Backend, options: Options
 ) -> "dict[str, TaskResult]":
-    from skipless.train.tasks import score_tasks, task_names
+    from skipless.training.tasks import score_tasks, task_names
 
     chosen = task_names(names)
     asked = {name: _asked(name, folder, options) for name in chosen}  # what is wrong is said before anything is scored
     if backend is Backend.LM_EVAL:
-        from skipless.train.lm_eval_bridge import run_lm_eval
+        from skipless.training.tasks import run_lm_eval
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
@@ -190,7 +189,7 @@ def _tasks(
 
 
 def _asked(name: str, folder: Path | None, options: Options) -> "list[Question]":
-    from skipless.train.tasks import hub_records, local_records, questions, task_file
+    from skipless.training.tasks import hub_records, local_records, questions, task_file
 
     if folder is None:
         return questions(name, hub_records(name, options.download), options.limit)
@@ -204,7 +203,7 @@ def _say(result: "TaskResult") -> None:
 def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> None:
     from rich.console import Console
 
-    from skipless.cli.output import print_table
+    from skipless.console import print_table
 
     console = Console()
     if texts:
@@ -266,7 +265,7 @@ def _record(
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    from skipless.cli.output import write_whole
+    from skipless.console import write_whole
 
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
     if str(path) == "-":

@@ -18,12 +18,11 @@ def command(
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
     from skipless.data.tokenizer import MODEL_FILE
-    from skipless.train.pretrained import as_pretrained
-    from skipless.train.subject import load_subject
+    from skipless.training.load import as_pretrained, load_trained
 
     folder = out or run / "export"
     _check(folder)
-    subject = load_subject(run, tokenizer)
+    subject = load_trained(run, tokenizer)
     with _aside(folder) as place:
         for part in as_pretrained(subject.model, subject.tokenizer):
             part.save_pretrained(place)
@@ -34,7 +33,7 @@ def command(
 
 def _check(folder: Path) -> None:
     """Refuse, before any work is done, a place that an export cannot or must not go to."""
-    from skipless.train.run import EXPERIMENT, EXPORT
+    from skipless.training.run import EXPERIMENT, EXPORT
 
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; an export is a folder: give --out another name")
@@ -47,7 +46,7 @@ def _aside(folder: Path) -> Generator[Path]:
     """A place to write into; once all is written, its files go to `folder`, where other files stay."""
     from safetensors import SafetensorError
 
-    from skipless.train.disk import storing
+    from skipless.files import storing
 
     place, again = folder / ".unfinished", "export again"
     with storing(folder, again):

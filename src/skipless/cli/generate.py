@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from skipless.hf import SkiplessForCausalLM
+    from skipless.hf.modeling import SkiplessForCausalLM
 
 _CONTEXT = 6  # tokens decoded again with each new one, since a piece's text depends on its neighbours
 
@@ -51,8 +51,8 @@ def load(
     """The model, ready to run, and its tokenizer. A run's weights are its newest, whatever was exported before."""
     from transformers.utils import logging
 
-    from skipless.train.device import find_device
-    from skipless.train.run import EXPERIMENT
+    from skipless.training.distributed import find_device
+    from skipless.training.run import EXPERIMENT
 
     logging.disable_progress_bar()
     place = find_device(device)
@@ -62,17 +62,16 @@ def load(
 
 
 def _subject(folder: Path, tokenizer: str | None) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
-    from skipless.train.pretrained import as_pretrained
-    from skipless.train.subject import load_subject
+    from skipless.training.load import as_pretrained, load_trained
 
-    subject = load_subject(folder, tokenizer)
+    subject = load_trained(folder, tokenizer)
     return as_pretrained(subject.model, subject.tokenizer)
 
 
 def _saved(folder: Path) -> "tuple[SkiplessForCausalLM, PreTrainedTokenizerBase]":
     from transformers import AutoTokenizer
 
-    from skipless.train.pretrained import read_pretrained
+    from skipless.training.load import read_pretrained
 
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():

@@ -6,20 +6,14 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from skipless.analysis import paper_kernels
-from skipless.analysis.study import InputSignal, Network
+from skipless.figures import kernels
+from skipless.figures.kernels import InputSignal, Network
 from skipless.model import presets
 from skipless.model.config import ModelConfig
-from skipless.model.signal import input_norm
+from skipless.model.transformer import input_norm
 from skipless.theory.feasibility import check_depth, check_length, check_repeat_rate
 from skipless.theory.propagation import Skip
-from skipless.theory.schemes import (
-    ExponentialSPA,
-    Scheme,
-    StandardAttention,
-    UniformSPA,
-    ValueSkipInit,
-)
+from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
 
 SCHEMES: dict[str, Scheme] = {
     "standard": StandardAttention(),
@@ -90,7 +84,7 @@ def resolve(name: str, flags: Flags) -> Request:
     if name in FIGURES:
         return _figure(name, flags)
     if name in SCHEMES:
-        scheme, rate = SCHEMES[name], paper_kernels.SIGNAL.repeat_rate
+        scheme, rate = SCHEMES[name], kernels.SIGNAL.repeat_rate
     elif "/" in name:
         scheme = presets.preset(name).scheme
         rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
@@ -114,16 +108,16 @@ def _figure(name: str, flags: Flags) -> Request:
             takes = ", ".join(_spelled(each) for each in FIGURES[name])
             raise ValueError(f"{_spelled(field.name)} does not apply to {name}, which takes {takes}")
     if name == "fig5":
-        length = paper_kernels.SIGNAL.length if flags.length is None else flags.length
+        length = kernels.SIGNAL.length if flags.length is None else flags.length
         if length < 2:
             raise ValueError(f"--length is {length}; {name} counts equal pairs of locations, so give at least 2")
-        return Request(name, tuple(paper_kernels.token_signals(length, flags.seed or 0)))
+        return Request(name, tuple(kernels.token_signals(length, flags.seed or 0)))
     if name == "fig6":
-        signal = _signal(flags, paper_kernels.CORRECTION_SIGNAL)
-        build = paper_kernels.correction_networks
+        signal = _signal(flags, kernels.CORRECTION_SIGNAL)
+        build = kernels.correction_networks
     else:
-        signal = _signal(flags, paper_kernels.SIGNAL)
-        build = paper_kernels.networks
+        signal = _signal(flags, kernels.SIGNAL)
+        build = kernels.networks
     networks = build(signal=signal, **flags.given("depth", "gamma_final", "rho_final"))
     networks = networks[:3] if name == "fig1" else networks
     return Request(name, (signal,), tuple(networks), _blocks(flags.blocks, networks[0].config.depth))
@@ -159,7 +153,7 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, flags: Flags)
         changes["activation"] = flags.activation
     if name not in SCHEMES:
         return presets.preset(name, **changes)
-    bare: dict[str, Any] = {"depth": paper_kernels.DEPTH, "position": "none", "activation": "identity"}
+    bare: dict[str, Any] = {"depth": kernels.DEPTH, "position": "none", "activation": "identity"}
     return ModelConfig(**(bare | changes))
 
 
@@ -204,7 +198,7 @@ def _skip(text: str, flag: str) -> Skip:
 
 def _blocks(text: str | None, depth: int) -> tuple[int, ...]:
     if text is None:
-        return tuple(paper_kernels.default_blocks(depth))
+        return tuple(kernels.default_blocks(depth))
     try:
         blocks = sorted({int(part) for part in text.split(",")})
     except ValueError:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 if TYPE_CHECKING:
-    from skipless.data.training import TokenizerChoice
+    from skipless.data.tokenizer import TokenizerChoice
 
 
 def command(
@@ -42,7 +42,7 @@ def command(
 
 
 def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> tuple["TokenizerChoice", str]:
-    from skipless.data.training import Bytes, FileTokenizer, TrainUnigram
+    from skipless.data.tokenizer import Bytes, FileTokenizer, TrainUnigram
 
     if as_bytes and file:
         raise ValueError("--bytes and --tokenizer exclude each other: give one")
@@ -54,8 +54,8 @@ def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> 
 
 
 def _run(plan, folder: Path, workers: int | None, force: bool) -> None:
+    from skipless.console import Progress
     from skipless.data.prepare import prepare
-    from skipless.data.progress import Progress
 
     try:
         prepare(plan, folder, workers, force, Progress())

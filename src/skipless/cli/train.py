@@ -22,7 +22,7 @@ def command(
     list_: Annotated[bool, typer.Option("--list", help="Print all recipe names and stop.")] = False,
 ) -> None:
     """Train a network. Kill it at any moment and repeat the command with --resume."""
-    from skipless.recipes import names
+    from skipless.paper.recipes import names
 
     if list_:
         print("\n".join(names()))
@@ -38,7 +38,7 @@ def command(
 
 def chosen(name: str, data: Path | None, assignments: list[str]):
     """The experiment that the arguments describe."""
-    from skipless.recipes import recipe
+    from skipless.paper.recipes import recipe
 
     path = Path(name)
     if path.suffix == ".json" and not path.is_file():
@@ -49,7 +49,7 @@ def chosen(name: str, data: Path | None, assignments: list[str]):
 
 
 def _read(path: Path):
-    from skipless.train.config import Experiment
+    from skipless.training.config import Experiment
 
     try:
         return Experiment.from_json(path.read_text())
@@ -58,10 +58,10 @@ def _read(path: Path):
 
 
 def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:
-    from skipless.recipes.data import with_data
-    from skipless.train.distributed import leave
-    from skipless.train.divergence import Diverged
-    from skipless.train.loop import train
+    from skipless.paper.recipes import with_data
+    from skipless.training.distributed import leave
+    from skipless.training.divergence import Diverged
+    from skipless.training.trainer import train
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     experiment = with_data(experiment)

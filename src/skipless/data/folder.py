@@ -7,10 +7,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from skipless.data.locking import LOCK, sole_worker
-from skipless.data.shards import ASIDE, Section, append_line, read_lines, write_whole, writing
-from skipless.data.store import MANIFEST, VERIFIED, read_manifest
+from skipless.data.store import MANIFEST, VERIFIED, Section, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
+from skipless.files import ASIDE, LOCK, append_line, read_lines, sole_worker, write_whole, writing
 
 OPTIONS, JOURNAL = "options.json", "sections.jsonl"
 Found = TypeVar("Found")

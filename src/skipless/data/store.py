@@ -1,19 +1,127 @@
-"""Reading a prepared folder: its manifest, and its tokens as one long memory-mapped array."""
+"""Token shards on disk: written whole, hashed, memory-mapped and verified."""
 
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 
-from skipless.data.shards import Section, Shard, check_hash, check_sizes, write_whole
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from skipless.files import ASIDE, sync_folder, write_whole, writing
+
+REMAKE = "delete it, and the same `skipless prepare` command makes it anew"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens, raw and little-endian: what it holds and its hash."""
+
+    split: str
+    file: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of documents, about shard_mb of text, and the shards it became: at most one for each split.
+
+    `end` is where the next section starts: a part of the corpus and a document in it. It makes any section
+    reproducible by itself.
+    """
+
+    index: int
+    end: tuple[int, int]
+    last: bool
+    shards: tuple[Shard, ...]
+
+    def to_json(self) -> dict:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict) -> "Section":
+        """The inverse of to_json."""
+        part, document = values["end"]
+        shards = tuple(Shard(**shard) for shard in values["shards"])
+        return cls(values["index"], (part, document), values["last"], shards)
+
+
+class ShardWriter:
+    """Writes one shard: `add` token arrays, then `finish`; nothing of the shard's name exists before that.
+
+    The file is opened by the first of these: whoever may have to abandon a writer holds it before there is one.
+    """
+
+    def __init__(self, folder: Path, split: str, index: int):
+        self.split, self.path = split, folder / f"{split}-{index:05d}.bin"
+        self._aside = self.path.with_name(self.path.name + ASIDE)
+        self._hash = hashlib.sha256()
+        self._tokens = self._documents = self._text_bytes = 0
+        self._file: BinaryIO | None = None
+
+    def add(self, tokens: np.ndarray, documents: int, text_bytes: int) -> None:
+        """Append tokens; documents and text_bytes are counted for the manifest."""
+        data = np.ascontiguousarray(tokens).data.cast("B")
+        with writing(self.path):
+            self._opened().write(data)
+        self._hash.update(data)
+        self._tokens += len(tokens)
+        self._documents += documents
+        self._text_bytes += text_bytes
+
+    def finish(self) -> Shard:
+        """Flush to the disk and give the file its name."""
+        with writing(self.path):
+            file = self._opened()
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            self._aside.replace(self.path)
+            sync_folder(self.path.parent)
+        sha256 = self._hash.hexdigest()
+        return Shard(self.split, self.path.name, self._tokens, self._documents, self._text_bytes, sha256)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        if self._file is not None:
+            with suppress(OSError):  # a full disk: the buffered rest cannot be written, and is not wanted
+                self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file = self._aside.open("wb")
+        return self._file
+
+
+def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:
+    """Refuse a shard that is missing or not as long as it was when finished."""
+    for shard in shards:
+        path, expected = folder / shard.file, shard.tokens * itemsize
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
+        if (size := path.stat().st_size) != expected:
+            raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
+
+
+def check_hash(folder: Path, shard: Shard) -> None:
+    """Refuse a shard whose content is not what was written."""
+    path = folder / shard.file
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != shard.sha256:
+        raise ValueError(f"{path} is damaged (its SHA-256 is not the manifest's): {REMAKE}")
+
 
 logger = logging.getLogger("skipless")
 MANIFEST = "manifest.json"

@@ -7,8 +7,7 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from skipless.hf.configuration import SkiplessConfig
-from skipless.hf.modeling import SkiplessForCausalLM
+from skipless.hf.modeling import SkiplessConfig, SkiplessForCausalLM
 from skipless.hf.tokenizer import byte_tokenizer, export_tokenizer, sentencepiece_tokenizer
 
 AutoConfig.register(SkiplessConfig.model_type, SkiplessConfig, exist_ok=True)

@@ -1,21 +1,126 @@
-"""SkiplessForCausalLM: the native Transformer behind transformers' interface. No mathematics of its own."""
+"""The network as a Hugging Face model: configuration, inputs, forward and generation."""
 
+import dataclasses
+import difflib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedConfig, PreTrainedModel, initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from skipless.hf.configuration import SkiplessConfig
-from skipless.hf.inputs import HFLayerCache, check_position_ids, layout_of
 from skipless.model.config import ModelConfig
-from skipless.model.folded import FoldedTransformer
+from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
+from skipless.ops.layout import Layout
+
+FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
+
+
+class SkiplessConfig(PreTrainedConfig):
+    """Every field of ModelConfig as an attribute of the same name, in plain data, beside transformers' own.
+
+    ModelConfig stays the only list of fields and the only check: SkiplessConfig(width=256, scheme={"kind": "e-spa"}).
+    transformers' names read and write the same fields: hidden_size, num_hidden_layers, num_attention_heads,
+    num_key_value_heads, intermediate_size, and max_position_embeddings for the training length, which is no limit.
+    """
+
+    model_type = "skipless"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "width",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "intermediate_size": "hidden",
+        "max_position_embeddings": "length",
+    }
+
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any):
+        kwargs = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
+        native = ModelConfig.from_dict({name: kwargs.pop(name) for name in FIELDS if name in kwargs})
+        _check_unknown(kwargs)
+        for name, value in native.to_dict().items():
+            setattr(self, name, value)
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_native(cls, config: ModelConfig, **kwargs: Any) -> "SkiplessConfig":
+        """The wrapper of a ModelConfig; kwargs are transformers' own fields, such as eos_token_id."""
+        return cls(**config.to_dict(), **kwargs)
+
+    def native(self) -> ModelConfig:
+        """The ModelConfig these attributes say, checked anew."""
+        return ModelConfig.from_dict({name: getattr(self, name) for name in FIELDS})
+
+
+def _check_unknown(kwargs: dict[str, Any]) -> None:
+    """transformers keeps unknown names as attributes; one that is nearly a field is a slip that changes the model."""
+    for name in kwargs:
+        if near := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8):
+            raise ValueError(f"SkiplessConfig has no field {name!r}; did you mean {near[0]!r}?")
+
+
+class HFLayerCache:
+    """One block's view of a transformers Cache: the native LayerCache."""
+
+    def __init__(self, cache: Cache, index: int, slots: int):
+        self.cache, self.index, self.slots = cache, index, slots
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.update(k, v, self.index)
+        if keys.shape[2] != self.slots:
+            raise ValueError(
+                f"{type(self.cache).__name__} returned {keys.shape[2]} slots where {self.slots} are filled; caches "
+                "of a fixed size or a sliding window do not serve skipless models: use DynamicCache, the default"
+            )
+        return keys, values
+
+
+def layout_of(tokens: Tensor, attention_mask: Tensor | None, past: int) -> Layout | None:
+    """Where the tokens stand, or None where the mask hides nothing."""
+    if attention_mask is None:
+        return None
+    slots = past + tokens.shape[1]
+    if attention_mask.dim() != 2 or attention_mask.shape[1] != slots:
+        raise ValueError(
+            f"attention_mask is shaped {tuple(attention_mask.shape)}; with {past} cached slots and {tokens.shape[1]} "
+            f"new tokens it must be ({tokens.shape[0]}, {slots}), 1 where there is a token"
+        )
+    if bool((attention_mask != 0).all()):
+        return None
+    return Layout.left_padded(attention_mask.to(tokens.device), queries=tokens.shape[1])
+
+
+def check_position_ids(position_ids: Tensor, tokens: Tensor, layout: Layout | None, past: int) -> None:
+    """Raise unless they count the tokens of each row from 0: shapes are tied to absolute locations, so no others mean
+    anything. At padding they may be what they like."""
+    if layout is None:
+        expected = torch.arange(past, past + tokens.shape[1], device=position_ids.device)[None]
+        wrong = position_ids != expected
+    else:
+        expected = layout.query_locations.to(position_ids.device)
+        documents = layout.query_documents
+        real = True if documents is None else (documents >= 0).to(position_ids.device)
+        wrong = (position_ids != expected) & real
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        seen, location = (int(t.expand_as(wrong)[row, column]) for t in (position_ids, expected))
+        raise ValueError(
+            f"position_ids[{row}, {column}] is {seen}, but by attention_mask and "
+            f"cache that token stands at {location}; leave position_ids out (several documents in a row need a Layout: "
+            "call the native model)"
+        )
 
 
 class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):

@@ -3,8 +3,7 @@
 import difflib
 from collections.abc import Callable
 
-from skipless.model.config import ModelConfig
-from skipless.model.config_checks import check_names
+from skipless.model.config import ModelConfig, check_names
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
 

@@ -1,23 +1,83 @@
-"""The transformer: embedding, blocks, unembedding. The only module that resolves depth."""
+"""The transformer, and its configuration as theory sees it: shapes, kernel maps, certificate."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skipless.model import signal
 from skipless.model.config import ModelConfig
 from skipless.nn import init
-from skipless.nn.attention import AttentionOptions, LayerCache, Placement, ShapedAttention
-from skipless.nn.block import Block
-from skipless.nn.mlp import MLP
+from skipless.nn.attention import AttentionOptions, LayerCache, Positions, ShapedAttention
+from skipless.nn.block import MLP, Block
 from skipless.nn.position import Rotation
+from skipless.ops.bias import BiasVectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
-from skipless.ops.parts import ShapeParts
+from skipless.theory import kernels
+from skipless.theory.certificate import Certificate, certify
+from skipless.theory.local_maps import variance_gain
+from skipless.theory.propagation import Attend, Chain, KernelLayer, MirroredMlp, Mlp, Skip, sub_block
+from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.theory.shapes import AttentionShape
+
+
+def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
+    """One AttentionShape per block: the one place where depth meets the scheme."""
+    skip = config.attention_skip
+    scheme = config.scheme
+    if not isinstance(scheme, ExponentialSPA | UniformSPA):
+        return scheme.shapes(config.depth, causal=config.causal)
+    if scheme.calibration == "paper":
+        return scheme.shapes(config.depth, skip.shortcut, config.causal)
+    mlp = mlp_layer(config)
+    through = mlp.forward if mlp is not None else None
+    options = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
+    return scheme.shapes(config.depth, skip.shortcut, config.causal, **options)
+
+
+def mlp_gain(config: ModelConfig) -> float:
+    """σ of the matrix behind the activation: 1 for DKS and TAT by construction, else what keeps q: 1 → 1. App. H.
+
+    Not for mirrored MLPs, whose two matrices are made together.
+    """
+    return variance_gain(config.shaped_activation)
+
+
+def mlp_layer(config: ModelConfig) -> KernelLayer | None:
+    """The MLP sub-block's kernel map, or None in attention-only models."""
+    if not config.hidden:
+        return None
+    mirrored = config.mlp_init == "mirrored"
+    mlp = MirroredMlp() if mirrored else Mlp(config.shaped_activation, mlp_gain(config))
+    return sub_block(mlp, config.mlp_skip, config.norm)
+
+
+def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:
+    """The network as kernel maps, one per block."""
+    skip = Skip(config.attention_skip.shortcut, config.attention_skip.residual)
+    mlp = mlp_layer(config)
+    attention = [sub_block(Attend(shape), skip, config.norm) for shape in attention_shapes(config)]
+    return [block if mlp is None else Chain((block, mlp)) for block in attention]
+
+
+def input_norm(config: ModelConfig) -> float:
+    """The diagonal of Σ_0: 1, or 1/d where looked-up rows are not multiplied by √d. App. H."""
+    return 1.0 if config.scales_embedding else 1.0 / config.width
+
+
+def certificate(config: ModelConfig, kernel: np.ndarray | None = None, length: int | None = None) -> Certificate:
+    """What the configuration does to a signal at initialisation: by default to the average kernel of its tokens.
+
+    That kernel has `length` locations: 100, or config.length where that is less, or where nothing else is calibrated.
+    """
+    if kernel is None:
+        fixed = None if config.causal else config.max_length
+        length = length if length is not None else fixed or min(100, config.length)
+        kernel = kernels.uniform(getattr(config.scheme, "repeat_rate", 0.0), length) * input_norm(config)
+    return certify(kernel_blocks(config), kernel, normalised=config.norm != "none")
 
 
 class Transformer(nn.Module):
@@ -42,7 +102,7 @@ class Transformer(nn.Module):
             value_gain_per_head=getattr(config.scheme, "per_head", False),
             impl=impl,
         )
-        self.blocks = nn.ModuleList(_block(config, shape, options) for shape in signal.attention_shapes(config))
+        self.blocks = nn.ModuleList(_block(config, shape, options) for shape in attention_shapes(config))
         self.norm = nn.RMSNorm(config.width, eps=1e-6) if config.norm == "pre" else nn.Identity()
         self.head = nn.Linear(config.width, config.classes) if config.head != "lm" else None
         self.embedding_scale = math.sqrt(config.width) if config.scales_embedding else 1.0
@@ -90,7 +150,7 @@ class Transformer(nn.Module):
             x = block(x, placement, cache) if self.recompute is None else self.recompute(block, x, placement, cache)
         return self.norm(x)
 
-    def prepare(self, length: int, like: Tensor) -> list[ShapeParts]:
+    def prepare(self, length: int, like: Tensor) -> list[BiasVectors]:
         """Build every block's shape parts for `length` locations, before any compiled region; cheap when they exist.
 
         Blocks may replace them for another length: a CUDA graph that read them has to keep what is returned.
@@ -114,16 +174,16 @@ class Transformer(nn.Module):
         rows = self.embedding(tokens)
         return rows * self.embedding_scale if self.embedding_scale != 1.0 else rows
 
-    def placement(self, tokens: Tensor, layout: Layout | None = None, past: int = 0) -> Placement:
+    def placement(self, tokens: Tensor, layout: Layout | None = None, past: int = 0) -> Positions:
         """What all blocks share about where the tokens stand."""
         if self.config.position != "rope":
-            return Placement(layout)
+            return Positions(layout)
         if layout is not None:
             locations = layout.query_locations
         else:
             locations = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
         width = self.config.width // self.config.heads
-        return Placement(layout, Rotation.at(locations, width, self.config.rope_base))
+        return Positions(layout, Rotation.at(locations, width, self.config.rope_base))
 
     def logits(self, hidden: Tensor, layout: Layout | None = None) -> Tensor:
         """The tied, unscaled unembedding X_L Eᵀ, whose logits have unit variance at initialisation; or the head's."""
@@ -151,7 +211,7 @@ class Transformer(nn.Module):
         config, orthogonal = self.config, self.config.init == "orthogonal"
         self.embedding.weight.normal_(0.0, config.width**-0.5)
         mirrored = config.mlp_init == "mirrored"
-        gain = signal.mlp_gain(config) if config.hidden and not mirrored else 1.0
+        gain = mlp_gain(config) if config.hidden and not mirrored else 1.0
         for block in self.each_block():
             block.reset_parameters()
             attention, mlp = block.layers()

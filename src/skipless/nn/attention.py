@@ -7,16 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from skipless.nn import init
-from skipless.nn.bare import is_bare
-from skipless.nn.linear import applied
 from skipless.nn.position import RelativePosition, Rotation
 from skipless.ops import attention
 from skipless.ops.attention import shaped_attention
+from skipless.ops.bias import BiasVectors
+from skipless.ops.inputs import Request
 from skipless.ops.layout import Layout
-from skipless.ops.parts import ShapeParts
-from skipless.ops.request import Request
-from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape
-from skipless.theory.tables import DenseShape, RescaledShape
+from skipless.ops.linear import applied, is_bare
+from skipless.theory.shapes import AttentionShape, DenseShape, IdentityShape, PlainShape, RescaledShape
 
 QueryKeyInit = Literal["zero-query", "zero-key", "small", "normal"]
 
@@ -32,15 +30,15 @@ class LayerCache(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Placement:
+class Positions:
     """Where this forward's tokens stand: what attention of every block shares."""
 
     layout: Layout | None = None
     rotation: Rotation | None = None
 
-    def to(self, device: torch.device | str | int, **_) -> "Placement":
+    def to(self, device: torch.device | str | int, **_) -> "Positions":
         """On another device: a model spread over several calls this before each block."""
-        return Placement(
+        return Positions(
             self.layout.to(device) if self.layout is not None else None,
             self.rotation.to(device) if self.rotation is not None else None,
         )
@@ -92,7 +90,7 @@ class ShapedAttention(nn.Module):
         relative = self.options.position == "relative"
         self.relative = RelativePosition(width, heads, self.head_width) if relative else None
         self.joined: nn.Parameter | None = None
-        self._parts: ShapeParts | None = None
+        self._parts: BiasVectors | None = None
 
     def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
         """Initialise all weights; query_key says how the query-key product starts at (or near) zero. Sec. 3.3.
@@ -112,7 +110,7 @@ class ShapedAttention(nn.Module):
         if self.relative is not None:
             self.relative.reset_parameters(key_gain)
 
-    def forward(self, x: Tensor, placement: Placement | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, placement: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
         """x (batch, T, width). With a cache the T tokens follow those it holds."""
         placement = placement or self._default_placement(x)
         together = self._joined(x)
@@ -121,7 +119,7 @@ class ShapedAttention(nn.Module):
             mixed = self._mixed(x, together, placement, cache)
         return applied(mixed.transpose(1, 2).flatten(2).to(x.dtype), self.output)[0]
 
-    def _mixed(self, x: Tensor, together: Tensor | None, placement: Placement, cache: LayerCache | None) -> Tensor:
+    def _mixed(self, x: Tensor, together: Tensor | None, placement: Positions, cache: LayerCache | None) -> Tensor:
         """What the heads attend to, (batch, heads, T, head_width)."""
         q, k, v = self._projected(x, together, placement)
         keys, values = cache.append(k, v) if cache is not None else (k, v)
@@ -140,7 +138,7 @@ class ShapedAttention(nn.Module):
             mixed = self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
         return mixed
 
-    def _turned(self, x: Tensor, together: Tensor, placement: Placement) -> Tensor | None:
+    def _turned(self, x: Tensor, together: Tensor, placement: Positions) -> Tensor | None:
         """The same by one operator that rotates, attends and gives the joined product's gradient; None where it cannot.
 
         It spares the backward pass the rotation's own gradient, and a concatenation.
@@ -152,14 +150,14 @@ class ShapedAttention(nn.Module):
         request = Request(q, k, v, self._parts_for(x, k, placement), placement.layout)
         return attention.turned_attention(request, together, rotation.cos, rotation.sin, self.options.impl)
 
-    def request(self, x: Tensor, placement: Placement | None = None) -> Request:
+    def request(self, x: Tensor, placement: Positions | None = None) -> Request:
         """What forward asks of shaped_attention for x, for those who look inside; no cache, and nothing is attended."""
         placement = placement or self._default_placement(x)
         q, k, v = self._projected(x, self._joined(x), placement)
         parts = self._parts_for(x, k, placement)
         return Request(q, k, v, parts, placement.layout, self.bias_gain, self._relative_scores(q, k, placement))
 
-    def parts(self, length: int, device: torch.device, dtype: torch.dtype) -> ShapeParts:
+    def parts(self, length: int, device: torch.device, dtype: torch.dtype) -> BiasVectors:
         """The shape's tensors for `length` locations: kept, and rebuilt when the device, dtype or length outgrows them.
 
         Vectors are stored at one length for all blocks, the next power of two, so that compiled blocks share a graph.
@@ -215,7 +213,7 @@ class ShapedAttention(nn.Module):
             return tuple(self._split(part) for part in applied(x, *layers))
         return tuple(self._split(part) for part in together.split([layer.out_features for layer in layers], dim=-1))
 
-    def _projected(self, x: Tensor, together: Tensor | None, placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
+    def _projected(self, x: Tensor, together: Tensor | None, placement: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head; the first two are rotated."""
         q, k, v = self._by_head(x, together)
         if placement.rotation is not None:
@@ -235,17 +233,17 @@ class ShapedAttention(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
-    def _default_placement(self, x: Tensor) -> Placement:
+    def _default_placement(self, x: Tensor) -> Positions:
         if self.options.position != "rope":
-            return Placement()
+            return Positions()
         locations = torch.arange(x.shape[1], device=x.device)[None]
-        return Placement(rotation=Rotation.at(locations, self.head_width))
+        return Positions(rotation=Rotation.at(locations, self.head_width))
 
-    def _parts_for(self, x: Tensor, keys: Tensor, placement: Placement) -> ShapeParts:
+    def _parts_for(self, x: Tensor, keys: Tensor, placement: Positions) -> BiasVectors:
         extent = keys.shape[2] if placement.layout is None else placement.layout.extent or keys.shape[2]
         return self.parts(extent, x.device, torch.promote_types(x.dtype, torch.float32))
 
-    def _relative_scores(self, q: Tensor, keys: Tensor, placement: Placement) -> Tensor | None:
+    def _relative_scores(self, q: Tensor, keys: Tensor, placement: Positions) -> Tensor | None:
         if self.relative is None:
             return None
         layout = placement.layout or Layout.continuing(keys.shape[2] - q.shape[2], q.shape[2], q.device)
@@ -256,21 +254,21 @@ def _kind(shape: AttentionShape) -> str:
     return f"{'causal' if shape.causal else 'non-causal'} {type(shape).__name__}"
 
 
-def _serves(parts: ShapeParts, length: int) -> bool:
+def _serves(parts: BiasVectors, length: int) -> bool:
     if parts.reach is None:
         return True
     return length == parts.reach if parts.exact_reach else length <= parts.reach
 
 
-def _build_parts(shape: AttentionShape, length: int, device: torch.device, dtype: torch.dtype) -> ShapeParts:
+def _build_parts(shape: AttentionShape, length: int, device: torch.device, dtype: torch.dtype) -> BiasVectors:
     """Parts for at least `length` locations, every vector written out to one stored length."""
     if not shape.causal:
-        return ShapeParts.of(shape, length, device, dtype)
+        return BiasVectors.of(shape, length, device, dtype)
     if isinstance(shape, DenseShape | RescaledShape):
         # all that is calibrated, at once: decoding would otherwise rebuild the table for every token
         calibrated = len(shape.matrix if isinstance(shape, DenseShape) else shape.scales)
-        return ShapeParts.of(shape, max(length, calibrated), device, dtype)
+        return BiasVectors.of(shape, max(length, calibrated), device, dtype)
     stored = max(_SHORTEST_STORED, 2 ** (length - 1).bit_length())
-    parts = ShapeParts.of(shape, stored, device, dtype)
+    parts = BiasVectors.of(shape, stored, device, dtype)
     vectors = {name: t for name, t in parts.tensors().items() if name != "slope" and 1 < len(t) < stored}
     return parts.with_tensors(**{n: torch.cat([t, t[-1:].expand(stored - len(t))]) for n, t in vectors.items()})

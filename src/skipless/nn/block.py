@@ -1,13 +1,85 @@
-"""A transformer block: two residual sub-blocks, each with its own skip weights, and a norm before, after or nowhere."""
+"""A block: attention and MLP, each a sub-block with its norm and its skip."""
 
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from skipless.nn.attention import LayerCache, Placement, ShapedAttention
-from skipless.nn.mlp import MLP
+from skipless.nn import init
+from skipless.nn.attention import LayerCache, Positions, ShapedAttention
+from skipless.ops.activation import biased_activation, kernel_serves, shaped_activation
+from skipless.ops.linear import applied, is_bare
+from skipless.ops.precision import product_dtype
+from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, Skip
+
+
+class Activation(nn.Module):
+    """φ̂(x) = γ(φ(αx+β)+δ). Constants that do nothing are left out, so an untransformed φ costs what φ costs.
+
+    Elementwise with constant scalars: torch.compile fuses it with its neighbours.
+    """
+
+    def __init__(self, spec: ShapedActivation):
+        super().__init__()
+        self.spec = spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        return shaped_activation(x, self.spec)
+
+    def extra_repr(self) -> str:
+        return repr(self.spec)
+
+
+_FEWEST_ROWS = 256  # a decoding step's few rows are sooner done by kernels that torch.compile makes of them
+
+
+class MLP(nn.Module):
+    """W₂ φ̂(W₁x + b₁) + b₂. Hidden width 4d in the paper.
+
+    On a GPU in half precision the exact GELU of many rows is one kernel with b₁, and b₁'s gradient one with φ̂'s.
+    """
+
+    def __init__(self, width: int, hidden: int, activation: ShapedActivation, bias: bool = True):
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.activation = Activation(activation)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def reset_parameters(self, gain: float = 1.0, orthogonal: bool = True) -> None:
+        """Both matrices at unit scale, W₂ times `gain`: the σ that takes unit variance to unit variance. Biases 0."""
+        fill = init.orthogonal_ if orthogonal else init.gaussian_
+        fill(self.up.weight)
+        fill(self.down.weight, gain)
+        self._reset_biases()
+
+    def reset_mirrored(self) -> None:
+        """Hidden units in pairs of opposite sign, so that the MLP starts as a rotation: W₂ φ̂(W₁x) = Rx. Biases 0."""
+        factor = odd_factor(self.activation.spec)
+        if not factor:
+            raise ValueError(f"a mirrored MLP needs φ(x) − φ(−x) = c·x with c ≠ 0, which {self.activation.spec} is not")
+        init.mirrored_(self.up.weight, self.down.weight, factor)
+        self._reset_biases()
+
+    def _reset_biases(self) -> None:
+        for layer in (self.up, self.down):
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._fuses(x):
+            (hidden,) = applied(x, self.up)
+            return applied(self.activation(hidden), self.down)[0]
+        product = nn.functional.linear(x, self.up.weight)
+        return self.down(biased_activation(product, self.up.bias, self.activation.spec))
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether b₁ and φ̂ are one kernel on x; modules in their place, or hooks on them, are called as they are."""
+        up, activation = self.up, self.activation
+        if type(up) is not nn.Linear or type(activation) is not Activation or x.numel() < _FEWEST_ROWS * x.shape[-1]:
+            return False
+        served = kernel_serves(x.device, product_dtype(x), up.out_features, activation.spec)
+        return served and is_bare(up) and is_bare(activation)
 
 
 class SubBlock(nn.Module):
@@ -73,6 +145,6 @@ class Block(nn.Module):
         """What the sub-blocks wrap."""
         return cast(ShapedAttention, self.attention.inner), cast(MLP, self.mlp.inner) if self.mlp is not None else None
 
-    def forward(self, x: Tensor, placement: Placement | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, placement: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
         x = self.attention(x, placement, cache)
         return self.mlp(x) if self.mlp is not None else x

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from skipless.ops import triton
+from skipless.ops import gpu
 from skipless.theory.activations import ShapedActivation
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -47,14 +47,14 @@ def biased_activation(x: Tensor, bias: Tensor | None, spec: ShapedActivation) ->
         raise ValueError(f"bias is shaped {tuple(bias.shape)} and x {tuple(x.shape)}; bias must be (n,) for x (…, n)")
     if not kernel_serves(x.device, x.dtype, x.shape[-1], spec):
         return plain_biased_activation(x, bias, spec)
-    from skipless.ops.activation_kernel import biased_gelu
+    from skipless.ops.gpu.activation import biased_gelu
 
     return biased_gelu(x, bias, spec.input_scale, spec.input_shift, spec.output_shift, spec.output_scale)
 
 
 def kernel_serves(device: torch.device, dtype: torch.dtype, n: int, spec: ShapedActivation) -> bool:
     """Whether biased_activation of such an x (…, n) is the fused kernel."""
-    possible = device.type == "cuda" and torch.version.hip is None and triton.INSTALLED
+    possible = device.type == "cuda" and torch.version.hip is None and gpu.INSTALLED
     return possible and dtype in _HALF and spec.base == "gelu" and n > 0 and n % _ALIGNMENT == 0
 
 

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skipless.ops import flex, reference, sdpa, triton
+from skipless.ops import flex, gpu, reference, sdpa
+from skipless.ops.bias import BiasVectors
+from skipless.ops.inputs import Request
 from skipless.ops.layout import Layout
-from skipless.ops.parts import ShapeParts
-from skipless.ops.request import Request
 from skipless.theory.shapes import AttentionShape
 
 logger = logging.getLogger("skipless")
@@ -35,7 +35,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(reference.attend, reference.refusal),
     "sdpa": Implementation(sdpa.attend, sdpa.refusal),
     "flex": Implementation(flex.attend, flex.refusal, flex.prepare),
-    "triton": Implementation(triton.attend, triton.refusal, triton.prepare),
+    "triton": Implementation(gpu.attend, gpu.refusal, gpu.prepare),
 }
 
 # "auto" on a CPU: up to this many keys a dense bias (64 MB in float32) is quicker than compiling a kernel.
@@ -50,7 +50,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shape: AttentionShape | ShapeParts,
+    shape: AttentionShape | BiasVectors,
     *,
     impl: Impl | str = "auto",
     layout: Layout | None = None,
@@ -63,7 +63,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
 
     q: (batch, heads, T_q, head_width). k, v: (batch, kv_heads, T_k, head_width); heads is a multiple of kv_heads, and
         consecutive query heads share one (grouped queries). One dtype, which is also the output's.
-    shape: an AttentionShape, whose O(T) parts are then built on every call, or the ShapeParts that a module keeps.
+    shape: an AttentionShape, whose O(T) parts are then built on every call, or the BiasVectors that a module keeps.
     layout: where queries and keys stand; None means keys at 0 … T_k−1 and queries at the last T_q of them, so decoding
         against a cache needs none. Padding queries give 0.
     bias_gain: g, one number or one per head; it may require a gradient. D does not follow it.
@@ -77,7 +77,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if isinstance(shape, AttentionShape):
         extent = k.shape[-2] if layout is None or layout.extent is None else layout.extent
-        shape = ShapeParts.of(shape, extent, q.device, dtype)
+        shape = BiasVectors.of(shape, extent, q.device, dtype)
     if isinstance(bias_gain, int | float):
         bias_gain = torch.tensor(float(bias_gain), device=q.device, dtype=dtype)
     request = Request(q, k, v, shape, layout, bias_gain, score_bias).check()
@@ -94,10 +94,10 @@ def turned_attention(request: Request, together: Tensor, cos: Tensor, sin: Tenso
     batch, _, length, width = request.check().q.shape
     fits = cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1:] == (1, length, width // 2)
     name = choose(request)[0] if impl == "auto" else impl
-    if not fits or name != "triton" or triton.refusal(request) is not None:
+    if not fits or name != "triton" or gpu.refusal(request) is not None:
         return None
     with torch.autocast(together.device.type, enabled=False):
-        return triton.attend_turned(request, together, cos, sin)
+        return gpu.attend_turned(request, together, cos, sin)
 
 
 def _implementation(impl: str, request: Request) -> Implementation:
@@ -121,7 +121,7 @@ def choose(request: Request) -> tuple[str, str]:
     """What impl="auto" runs, and why."""
     queries, keys = request.q.shape[2], request.k.shape[2]
     if request.q.is_cuda and not sdpa.needs_no_bias(request):
-        if (why := triton.refusal(request)) is None:
+        if (why := gpu.refusal(request)) is None:
             return "triton", "on a GPU the fused kernels are the fastest, and their memory grows with T"
         if queries > _DECODING_QUERIES and flex.refusal(request) is None:
             return "flex", f"triton cannot: {why}"

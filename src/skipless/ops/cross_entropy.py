@@ -135,7 +135,7 @@ def _exact_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def _each_row(logits: Tensor, targets: Tensor, losses: Tensor, rows: int, write: bool) -> None:
     """losses ← logsumexp(logits) − logits[target]; with `write`, logits ← the gradient of the mean over `rows` rows."""
     if logits.is_cuda and logits.dtype != torch.float64:
-        from skipless.ops.cross_entropy_kernel import each_row
+        from skipless.ops.gpu.cross_entropy import each_row
 
         return each_row(logits, targets, losses, rows, write)
     return plain_each_row(logits, targets, losses, rows, write)

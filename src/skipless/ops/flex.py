@@ -8,10 +8,10 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import flex_attention
 
-from skipless.ops import blocks
+from skipless.ops import layout as ops_layout
+from skipless.ops.bias import span, take
+from skipless.ops.inputs import Request
 from skipless.ops.layout import Layout
-from skipless.ops.parts import span, take
-from skipless.ops.request import Request
 
 # Compiled kernels kept, one per signature (batch, heads, lengths, dtype, kind of shape). Past torch's own limit of 8
 # FlexAttention would run its eager form, with T×T scores, and say nothing: here the limit is high and meeting it fails.
@@ -48,7 +48,7 @@ def prepare(request: Request) -> Layout | None:
     if layout is None and causal:
         layout = request.placed()
     if layout is not None and (causal or layout.past is None):
-        blocks.block_mask(layout.for_rows(request.q.shape[0]), causal)
+        ops_layout.block_mask(layout.for_rows(request.q.shape[0]), causal)
     return layout
 
 
@@ -118,12 +118,12 @@ def _run(*arguments) -> Tensor:
 def _block_mask(request: Request, layout: Layout | None):
     causal = request.parts.causal
     if layout is not None:
-        return blocks.block_mask(layout, causal)
+        return ops_layout.block_mask(layout, causal)
     if not causal:
         return None
     if request.layout is not None:
-        return blocks.block_mask(request.layout, causal)
-    return blocks.causal_block_mask(request.q.shape[2], request.k.shape[2], request.q.device)
+        return ops_layout.block_mask(request.layout, causal)
+    return ops_layout.causal_block_mask(request.q.shape[2], request.k.shape[2], request.q.device)
 
 
 def _score_mod(request: Request, layout: Layout | None) -> ScoreMod | None:

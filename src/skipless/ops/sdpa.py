@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from skipless.ops.inputs import Request
 from skipless.ops.reference import score_terms
-from skipless.ops.request import Request
 
 
 def attend(request: Request) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from skipless.theory import kernels, propagation
-from skipless.theory.gaussian import OutOfReach
+from skipless.theory.local_maps import OutOfReach
 from skipless.theory.propagation import KernelLayer
 
 VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing"]

@@ -1,21 +1,165 @@
-"""What one activation does to variances and correlations: the Q map, the C map, and the map of a whole kernel.
-
-A wide layer x ↦ φ(Wx) with W_ij ~ N(0, σ²/fan_in) sends the kernel K = XXᵀ/d to σ²E[φ(u)φ(v)], where (u, v) is
-Gaussian with covariance [[K_ii, K_ij], [K_ij, K_jj]]. Its diagonal is the Q map, its cosine at unit variance the C map
-(Poole et al. 2016; Martens et al. 2021). Smooth activations go through their Hermite coefficients; GELU has a
-closed form, and ReLU and leaky ReLU the arc-cosine formula (Cho & Saul 2009).
-"""
+"""Q and C maps of activations: how a nonlinearity moves norms and cosines, in closed form or by quadrature."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import roots_hermitenorm
 
-from skipless.theory import gaussian, gelu
 from skipless.theory.activations import ShapedActivation
 
 Array = np.ndarray
+Function = Callable[[Array], Array]
+
+ORDER = 1000
+_LARGEST_SPREAD = 16.0
+# |h_k(x)| e^(-x²/4) < 1.1 for every k, so a node beyond this radius adds less than e^(-radius²/4) = 2e-20 to any a_k.
+_RADIUS = 13.5
+
+
+class OutOfReach(ValueError):
+    """An input so wide that a smooth activation is a kink in all but name, and its expectations are not computed."""
+
+
+@lru_cache(maxsize=8)
+def nodes(order: int = ORDER) -> tuple[Array, Array]:
+    """Gauss-Hermite points x and weights w for N(0, 1): Σ w f(x) = E[f(z)], exact for polynomials below 2·`order`.
+
+    Points whose weight cannot matter in double precision (|x| > 13.5) are left out: 270 of 1000 remain, a distance
+    π/√order apart at the centre. That spacing, and so `order`, must resolve f: for an f with a pole at distance d from
+    the real axis the error falls as exp(−2d√order).
+    """
+    x, w = roots_hermitenorm(order)
+    kept = np.abs(x) <= _RADIUS
+    x, w = x[kept], w[kept] / math.sqrt(2 * math.pi)
+    x.setflags(write=False)
+    w.setflags(write=False)
+    return x, w
+
+
+def order_for(spread: float) -> int:
+    """Quadrature order for φ(s·z + shift) with s = `spread`: 1000 up to s = 2, four times more for each doubling.
+
+    The poles of tanh(s·z) lie π/2s from the real axis, so this keeps exp(−2d√order) below 1e-20. Beyond s = 16 an
+    activation is a kink in all but name, and is refused.
+    """
+    if not spread <= _LARGEST_SPREAD:
+        raise OutOfReach(
+            f"input of standard deviation {spread:g} saturates or kinks the activation: quadrature holds to "
+            f"{_LARGEST_SPREAD:g}. Normalise the stream or lower input_scale"
+        )
+    return ORDER * 4 ** max(0, math.ceil(math.log2(max(spread, 1.0) / 2)))
+
+
+def sample(f: Function, variance: ArrayLike, order: int = ORDER) -> Array:
+    """f(√q x) at the quadrature points x, for each q in `variance`: shape (*variance.shape, points)."""
+    return f(np.sqrt(np.asarray(variance, dtype=np.float64))[..., None] * nodes(order)[0])
+
+
+def expectation(f: Function, variance: ArrayLike = 1.0, order: int = ORDER) -> Array:
+    """E[f(√q z)] for each q in `variance`, in the shape of `variance`; `f` acts elementwise."""
+    return sample(f, variance, order) @ nodes(order)[1]
+
+
+def pair_expectation(f: Function, correlation: float, variance: float = 1.0, order: int = ORDER) -> float:
+    """E[f(u) f(v)] for u, v of equal `variance` and the given `correlation`, by a two-dimensional product rule.
+
+    (u, v) = √q(√((1+c)/2)·x ± √((1−c)/2)·y) with x, y independent. Quadratic in the number of nodes: the oracle
+    against which the Mehler series is tested, not the way to fill a kernel.
+    """
+    if not -1.0 <= correlation <= 1.0:
+        raise ValueError(f"correlation={correlation} must lie in [-1, 1]")
+    x, w = nodes(order)
+    shared = math.sqrt(0.5 * variance * (1 + correlation)) * x[:, None]
+    opposed = math.sqrt(0.5 * variance * (1 - correlation)) * x[None, :]
+    return float(w @ (f(shared + opposed) * f(shared - opposed)) @ w)
+
+
+@lru_cache(maxsize=4)
+def weighted_hermite(order: int, terms: int) -> Array:
+    """w_n h_k(x_n), shape (points, terms), by h_{k+1} = (x h_k − √k h_{k−1})/√(k+1).
+
+    The normalised recurrence never meets a factorial, so nothing overflows at k in the thousands.
+    """
+    x, w = nodes(order)
+    h = np.empty((terms, x.size))
+    h[0] = 1.0
+    if terms > 1:
+        h[1] = x
+    for k in range(1, terms - 1):
+        h[k + 1] = (x * h[k] - math.sqrt(k) * h[k - 1]) / math.sqrt(k + 1)
+    table = (w * h).T
+    table.setflags(write=False)
+    return table
+
+
+def hermite_coefficients(f: Function, variance: ArrayLike, terms: int, order: int = ORDER) -> Array:
+    """a_k(q) = E[f(√q z) h_k(z)] for each q in the vector `variance`: shape (len(variance), terms).
+
+    Then f(√q x) = Σ_k a_k(q) He_k(x)/√k!, and Σ_k a_k(q)² = E[f(√q z)²] (Parseval): the missing part of that sum
+    bounds what a truncated Mehler series leaves out, at every correlation.
+    """
+    return sample(f, np.atleast_1d(variance), order) @ weighted_hermite(order, terms)
+
+
+def hermite_expansion(
+    f: Function, variance: Array, tolerance: float, most_terms: int, order: int = ORDER
+) -> tuple[Array, Array]:
+    """`hermite_coefficients` with as many terms as Parseval asks for, and E[f(√q z)²] itself.
+
+    Terms are doubled from 64 until Σ_k a_k² misses at most `tolerance`·E[f²] at every variance; ValueError when
+    `most_terms` are too few. `f` is evaluated once.
+    """
+    values = sample(f, variance, order)
+    square = values**2 @ nodes(order)[1]
+    terms = 64
+    while terms <= most_terms:
+        a = values @ weighted_hermite(order, terms)
+        missing = np.abs(square - np.einsum("qk,qk->q", a, a))
+        if (missing <= tolerance * square).all():
+            return a, square
+        terms *= 2
+    raise ValueError(f"more than {most_terms} Hermite terms are needed at variance {np.max(variance):g}")
+
+
+def pair_moment(covariance: Array, p: Array, q: Array) -> Array:
+    """E[gelu(u) gelu(v)], elementwise in the covariance c and the variances p, q."""
+    apart, determinant = _determinants(covariance, p, q)
+    both, density = _orthant(covariance, determinant)
+    return covariance * both + density * (apart + covariance**2 * (1.0 / (1.0 + p) + 1.0 / (1.0 + q)))
+
+
+def derivative_pair_moment(covariance: Array, p: Array, q: Array) -> Array:
+    """E[gelu'(u) gelu'(v)] = d/dc of `pair_moment`.
+
+    With m = 1+p+q and k = (1+p)(1+q) it is P + c F (2(m+1) − (m² − pq + (m+1)Δ)/(m+Δ)) / k.
+    """
+    apart, determinant = _determinants(covariance, p, q)
+    both, density = _orthant(covariance, determinant)
+    sizes, outer = 1.0 + (p + q), (1.0 + p) * (1.0 + q)
+    loss = (sizes**2 - p * q + (sizes + 1.0) * apart) / determinant
+    return both + covariance * density * (2.0 * (sizes + 1.0) - loss) / outer
+
+
+def mean(variance: Array) -> Array:
+    """E[gelu(u)] = p / √(2π(1+p))."""
+    return variance / np.sqrt(2.0 * np.pi * (1.0 + variance))
+
+
+def _determinants(c: Array, p: Array, q: Array) -> tuple[Array, Array]:
+    """Δ = pq − c² and 1+p+q+Δ, the determinants of the covariance of (u, v) and of that of (u+z, v+z')."""
+    across = np.sqrt(p * q)
+    apart = np.maximum((across - c) * (across + c), 0.0)  # of a kernel rounded to |c| > √(pq): 0
+    return apart, 1.0 + (p + q) + apart  # (p + q) first: a kernel stays symmetric to the last bit
+
+
+def _orthant(c: Array, determinant: Array) -> tuple[Array, Array]:
+    """(P, F) of the module's docstring."""
+    root = np.sqrt(determinant)
+    return 0.25 + np.arctan2(c, root) / (2.0 * np.pi), 1.0 / (2.0 * np.pi * root)
+
 
 _SERIES_TOLERANCE = 1e-13  # share of E[φ²] that a truncated Mehler series may leave out
 _PARSEVAL_TOLERANCE = 1e-12  # above the rounding of the sums, far below any wrong quadrature
@@ -41,7 +185,7 @@ def q_slope(activation: ShapedActivation, q: ArrayLike = 1.0, weight_gain: float
     def integrand(x: Array) -> Array:
         return f.derivative(x) ** 2 + f(x) * f.derivative(x, order=2)
 
-    return weight_gain**2 * gaussian.expectation(integrand, q, _order(f, q))
+    return weight_gain**2 * expectation(integrand, q, _order(f, q))
 
 
 def c_map(activation: ShapedActivation, c: ArrayLike) -> Array:
@@ -111,7 +255,7 @@ def _map_kernel(activation: ShapedActivation, order: int, kernel: Array) -> Arra
     reach = max(cosine.max(), -cosine.min())
     try:
         exponents, coefficients, square = _series(activation, order, distinct, reach)
-    except gaussian.OutOfReach:
+    except OutOfReach:
         if activation.base == "gelu_tanh" and activation.input_shift == 0.0:
             return _gelu_pairs(activation, order, cosine + np.eye(len(cosine)), variance)
         raise
@@ -126,9 +270,9 @@ def _gelu_pairs(f: ShapedActivation, order: int, cosine: Array, variance: Array)
     p, q = inner[:, None], inner[None, :]
     covariance = cosine * np.sqrt(p * q)
     if order == 1:
-        return (f.output_scale * f.input_scale) ** 2 * gelu.derivative_pair_moment(covariance, p, q)
-    shifted = f.output_shift * (gelu.mean(p) + gelu.mean(q) + f.output_shift)
-    return f.output_scale**2 * (gelu.pair_moment(covariance, p, q) + shifted)
+        return (f.output_scale * f.input_scale) ** 2 * derivative_pair_moment(covariance, p, q)
+    shifted = f.output_shift * (mean(p) + mean(q) + f.output_shift)
+    return f.output_scale**2 * (pair_moment(covariance, p, q) + shifted)
 
 
 def _split(kernel: Array) -> tuple[Array, Array]:
@@ -177,13 +321,13 @@ def _series(f: ShapedActivation, order: int, variance: Array, reach: float) -> t
     Many do not matter: GELU is x/2 plus an even function, so its odd coefficients beyond the first vanish.
     """
     try:
-        a, square = gaussian.hermite_expansion(
+        a, square = hermite_expansion(
             partial(f.derivative, order=order), variance, _PARSEVAL_TOLERANCE, _MOST_TERMS, _order(f, variance)
         )
-    except gaussian.OutOfReach as error:
-        raise gaussian.OutOfReach(f"{f}: {error}") from error
+    except OutOfReach as error:
+        raise OutOfReach(f"{f}: {error}") from error
     except ValueError as error:
-        raise gaussian.OutOfReach(
+        raise OutOfReach(
             f"{f}: {error}; at this scale it is nearly kinked. Normalise the stream or lower input_scale: "
             f"variance {variance.max() / 4:g} takes a quarter of the terms"
         ) from error
@@ -193,7 +337,7 @@ def _series(f: ShapedActivation, order: int, variance: Array, reach: float) -> t
 
 
 def _order(activation: ShapedActivation, variance: Array) -> int:
-    return gaussian.order_for(abs(activation.input_scale) * math.sqrt(np.max(variance)))
+    return order_for(abs(activation.input_scale) * math.sqrt(np.max(variance)))
 
 
 @lru_cache(maxsize=64)
@@ -222,7 +366,7 @@ def _second_moment(activation: ShapedActivation, order: int, variance: Array) ->
     if activation.rectified:
         return _rectified_pairs(activation, order, np.ones_like(variance), variance, variance)
     f = partial(activation.derivative, order=order)
-    return gaussian.expectation(lambda x: f(x) ** 2, variance, _order(activation, variance))
+    return expectation(lambda x: f(x) ** 2, variance, _order(activation, variance))
 
 
 def _rectified_pairs(f: ShapedActivation, order: int, c: Array, q: Array, p: Array) -> Array:

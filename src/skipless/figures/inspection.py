@@ -1,0 +1,203 @@
+"""One picture of an inspection: kernels by depth, and every metric by block with theory's prediction where there is."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter
+
+from skipless.figures.kernels import verdict_words
+from skipless.figures.style import (
+    BLUE,
+    COSINE_COLOURS,
+    FAINT,
+    GREEN,
+    MUTED,
+    ORANGE,
+    VERMILION,
+    Page,
+    styled,
+    verdict_mark,
+)
+from skipless.inspection.inspection import Inspection
+from skipless.theory.certificate import Band
+
+_WIDTH, _LEFT, _PANELS = 12.2, 0.35, 9
+_GROUPS = {
+    "query": (BLUE, "-"),
+    "key": (GREEN, (0, (4, 2))),
+    "output": (VERMILION, "-"),
+    "value": (ORANGE, (0, (4, 2))),
+    "mlp": (MUTED, "-"),
+}
+
+
+@styled
+def inspection_figure(found: Inspection) -> Figure:
+    """Kernels of one sequence above where they were kept; below, eight panels by block; the verdict's block marked."""
+    words = _wrapped(found)
+    top = 0.95 + 0.19 * len(words)
+    strip = 1.45 if found.kernels is not None else 0.0
+    page = Page(_WIDTH, top + strip + 5.6)
+    glyph, colour = verdict_mark(found.verdict)
+    page.heading(_LEFT, found.model, "\n".join(words))
+    mark = f"{glyph} {verdict_words(found.verdict)}"
+    page.text(_WIDTH - _LEFT, 0.22, mark, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
+    if found.kernels is not None:
+        _kernels(page, found, top)
+    panels = (_norms, _cosine, _ranks, _gradients, _attention, _parameters, _outliers, _locations)
+    each = (_WIDTH - _LEFT - 0.2) / 4
+    for number, draw in enumerate(panels):
+        row, column = divmod(number, 4)
+        axes = page.axes(_LEFT + 0.35 + column * each, top + strip + 0.45 + row * 2.6, each - 0.62, 1.85)
+        draw(axes, found)
+        axes.set(xlabel="block", xlim=(0, found.blocks[-1].block))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        if found.verdict.block is not None:
+            axes.axvline(found.verdict.block, color=colour, linewidth=1.0, linestyle=(0, (2, 2)), zorder=3)
+    return page.figure
+
+
+def _wrapped(found: Inspection, most: int = 150) -> list[str]:
+    """The verdict and the advice in lines of at most `most` letters."""
+    lines = [""]
+    for word in f"{found.verdict.text} {found.advice}".split():
+        lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if len(lines[-1]) + len(word) < most else [*lines, word]
+    return lines
+
+
+def _kernels(page: Page, found: Inspection, top: float) -> None:
+    assert found.kernels is not None
+    last = len(found.kernels) - 1
+    chosen = np.unique(np.linspace(0, last, min(_PANELS, last + 1)).round().astype(int))
+    panel = (_WIDTH - 2 * _LEFT + 0.12) / _PANELS - 0.12
+    for column, block in enumerate(chosen):
+        left = _LEFT + column * (panel + 0.12)
+        axes = page.axes(left, top, panel, panel)
+        axes.imshow(found.kernels[block], vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+        for spine in axes.spines.values():
+            spine.set(visible=True, color=FAINT)
+        words = "input" if block == 0 else f"block {block}"
+        words += f"   {found.blocks[block].cosine_mean + 0.0:.2f}".replace("-0.00", "0.00")
+        page.text(left + panel / 2, top - 0.06, words, fontsize=8, ha="center", va="bottom")
+
+
+def _norms(axes: Axes, found: Inspection) -> None:
+    low, mean, high = (_series(found, f"norm_{which}") for which in ("min", "mean", "max"))
+    axes.fill_between(np.arange(len(mean)), low, high, color=BLUE, alpha=0.18, linewidth=0)
+    axes.plot(mean, color=BLUE)
+    _predicted(axes, found, "norm")
+    _finish(axes, "squared norm, mean and range", low, high)
+
+
+def _cosine(axes: Axes, found: Inspection) -> None:
+    spread = np.array([each.cosine_quantiles for each in found.blocks])
+    block = np.arange(len(spread))
+    axes.fill_between(block, spread[:, 0], spread[:, -1], color=BLUE, alpha=0.14, linewidth=0)
+    axes.fill_between(block, spread[:, 1], spread[:, 3], color=BLUE, alpha=0.18, linewidth=0)
+    axes.plot(_series(found, "cosine_mean"), color=BLUE)
+    axes.axhline(Band().collapse_cosine, color=VERMILION, linewidth=1.0)
+    _predicted(axes, found, "cosine")
+    lowest = np.nanmin(np.append(spread[:, 0], 0.0))
+    axes.set(title="cosine: mean, 25–75 %, 5–95 %", ylim=(float(lowest), 1.03))
+    axes.grid(axis="y")
+
+
+def _ranks(axes: Axes, found: Inspection) -> None:
+    axes.plot(_series(found, "effective_rank"), color=BLUE, label="effective")
+    axes.plot(_series(found, "stable_rank"), color=ORANGE, linestyle=(0, (4, 2)), label="stable")
+    axes.set(title="rank", yscale="log", ylim=(0.9, None))
+    axes.yaxis.set_major_formatter("{x:g}")
+    _legend(axes)
+
+
+def _gradients(axes: Axes, found: Inspection) -> None:
+    mean, most = _series(found, "gradient_mean"), _series(found, "gradient_max")
+    axes.plot(most, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="largest")
+    axes.plot(mean, color=BLUE, label="mean")
+    _predicted(axes, found, "gradient")
+    _finish(axes, "squared gradient norm", mean, most)
+    _legend(axes)
+
+
+def _attention(axes: Axes, found: Inspection) -> None:
+    spread, first = _series(found, "attention_spread"), _series(found, "attention_first")
+    axes.set(title="attention", ylim=(0, 1.03))
+    if np.isnan(spread).all():
+        axes.text(0.5, 0.5, "weights not seen", transform=axes.transAxes, ha="center", color=MUTED)
+        return
+    axes.plot(spread, color=BLUE, label="entropy / uniform's")
+    axes.plot(first, color=ORANGE, linestyle=(0, (4, 2)), label="on the first token")
+    _legend(axes)
+
+
+def _parameters(axes: Axes, found: Inspection) -> None:
+    shown = []
+    for group, (colour, dashes) in _GROUPS.items():
+        values = np.array([each.parameter_gradients.get(group, np.nan) for each in found.blocks])
+        values[values <= 0] = np.nan
+        if not np.isnan(values).all():
+            axes.plot(values, color=colour, linestyle=dashes, label=group, linewidth=1.4)
+            shown.append(values)
+    _finish(axes, "gradient norm by parameter", *shown)
+    if shown:
+        _legend(axes, columns=2)
+
+
+def _outliers(axes: Axes, found: Inspection) -> None:
+    kurtosis, outlier = _series(found, "kurtosis"), _series(found, "outlier")
+    axes.axhline(3.0, color=MUTED, linewidth=0.8, linestyle=":")
+    axes.plot(kurtosis, color=BLUE, label="kurtosis")
+    axes.plot(outlier, color=ORANGE, linestyle=(0, (4, 2)), label="largest entry / rms")
+    _finish(axes, "outliers", kurtosis, outlier)
+    _legend(axes)
+
+
+def _locations(axes: Axes, found: Inspection) -> None:
+    """Squared norm by block and location."""
+    norms = found.locations.get("norm")
+    axes.set_title("squared norm by location")
+    if norms is None:
+        return
+    real = norms[np.isfinite(norms) & (norms > 0)]
+    if not real.size:
+        return
+    low, high = float(real.min()), float(real.max())
+    scale = LogNorm(low, high * 1.0001)
+    picture = axes.imshow(norms.T, aspect="auto", origin="upper", cmap="magma", norm=scale, interpolation="nearest")
+    axes.set_ylabel("location", labelpad=1)
+    bar = axes.figure.colorbar(picture, ax=axes, fraction=0.06, pad=0.03)
+    bar.ax.tick_params(labelsize=7, length=2)
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _predicted(axes: Axes, found: Inspection, name: str) -> None:
+    values = np.array([(each.predicted or {}).get(name, np.nan) for each in found.blocks])
+    if not np.isnan(values).all():
+        axes.plot(values, color="black", linewidth=1.1, linestyle=":", label="theory")
+        if name == "norm":
+            _legend(axes)
+
+
+def _series(found: Inspection, name: str) -> np.ndarray:
+    values: Sequence[float | None] = [getattr(each, name) for each in found.blocks]
+    return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+
+def _finish(axes: Axes, title: str, *shown: np.ndarray) -> None:
+    """A linear axis from 0, unless the values span more than a factor of 20."""
+    axes.set_title(title)
+    axes.grid(axis="y")
+    values = np.concatenate(shown) if shown else np.array([])
+    values = values[np.isfinite(values) & (values > 0)]
+    if len(values) and values.max() / values.min() > 20:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, None)
+
+
+def _legend(axes: Axes, columns: int = 1) -> None:
+    axes.legend(frameon=False, fontsize=7.5, handlelength=1.8, ncols=columns)

@@ -1,0 +1,222 @@
+"""What attention does while it is watched: its weights, their spread and their sinks."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from skipless.inspection.statistics import wide
+from skipless.nn.attention import Positions, ShapedAttention
+from skipless.nn.position import Rotation
+from skipless.ops import reference
+from skipless.ops.inputs import Request
+from skipless.ops.layout import Layout
+
+MOST_ROWS, MOST_QUERIES = 2, 512
+_CHUNK = 2**25  # bytes of one chunk's float64 scores
+
+Weights = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class AttentionStats:
+    """Means over the queries that see more than one key, all heads and the first rows: entropy in nats; spread, the
+    entropy over that of a uniform distribution on the keys seen; first, the weight on the first key."""
+
+    entropy: float
+    spread: float
+    first: float
+
+    @classmethod
+    def of(cls, sums: Tensor) -> "AttentionStats":
+        """From what `summed` left on its device."""
+        *totals, count = sums.tolist()
+        return cls(*(total / count if count else float("nan") for total in totals))
+
+
+def summed(shape: tuple[int, int, int, int], weights: Weights, device: torch.device) -> Tensor:
+    """[Σ entropy, Σ spread, Σ first, count] for attention of `shape` (rows, heads, queries, keys), on its device.
+
+    weights(row, queries) gives, for a row of the batch and the indices of some queries, the weights (heads, queries,
+    keys), where nothing is seen any numbers at all, and which keys are visible, broadcastable to them.
+    """
+    rows, heads, queries, keys = shape
+    chosen = evenly(queries, device)
+    step = max(_CHUNK // (8 * heads * keys), 1)
+    total = torch.zeros(4, device=device)
+    for row in range(min(rows, MOST_ROWS)):
+        for some in chosen.split(step):
+            total = total + _sums(*weights(row, some))
+    return total
+
+
+def evenly(count: int, device: torch.device) -> Tensor:
+    """Indices of at most MOST_QUERIES of `count` queries, evenly spread."""
+    if count <= MOST_QUERIES:
+        return torch.arange(count, device=device)
+    return torch.linspace(0, count - 1, MOST_QUERIES, device=device).round().long()
+
+
+def _sums(weights: Tensor, visible: Tensor) -> Tensor:
+    weights = weights.to(wide(weights))
+    keys = visible.sum(-1).expand(weights.shape[:-1])
+    choosing = keys > 1
+    entropy = torch.special.entr(weights).sum(-1)
+    values = (entropy, entropy / keys.clamp(min=2).to(entropy.dtype).log(), weights[..., 0], torch.ones_like(entropy))
+    return torch.stack([torch.where(choosing, value, 0.0).sum() for value in values])
+
+
+_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+
+
+class AttentionWatch(TorchFunctionMode):
+    """While open, `found[block]` is filled from the first attention inside each block that `current()` names."""
+
+    def __init__(self, current: Callable[[], int | None], found: dict[int, Tensor] | None = None):
+        super().__init__()
+        self.current = current
+        self.found: dict[int, Tensor] = {} if found is None else found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        block = self.current()
+        if block is not None and block not in self.found:
+            sums = _seen(func, args, kwargs, out)
+            if sums is not None:
+                self.found[block] = sums
+        return out
+
+
+@torch.no_grad()
+def of_shaped(module: ShapedAttention, x: Tensor, placement: Positions | None = None) -> Tensor:
+    """Sums as of `summed` for this library's attention, whichever implementation runs it, FlexAttention too.
+
+    Queries and keys of the first rows are projected once more.
+    """
+    request = module.request(x[:MOST_ROWS], None if placement is None else _first_rows(placement))
+    layout, terms = request.placed(), request.score_bias
+
+    def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        part = replace(
+            request,
+            q=request.q[row : row + 1][:, :, queries].to(wide(x)),
+            k=request.k[row : row + 1].to(wide(x)),
+            layout=_part(layout, row, queries),
+            score_bias=None if terms is None else terms[row : row + 1][:, :, queries],
+        )
+        return _reference_weights(part)
+
+    batch, heads, length, _ = request.q.shape
+    return summed((batch, heads, length, request.k.shape[2]), weights, x.device)
+
+
+def _reference_weights(request: Request) -> tuple[Tensor, Tensor]:
+    """(softmax of the scores, what is visible) of a request of one row, by the definition."""
+    term, visible, _ = reference.score_terms(request)
+    keys = request.k.repeat_interleave(request.groups, dim=1)
+    scores = (request.q @ keys.mT) * request.scale + term
+    return scores.masked_fill(~visible, -math.inf).softmax(-1)[0], visible[0]
+
+
+def _first_rows(placement: Positions) -> Positions:
+    layout, rotation = placement.layout, placement.rotation
+    return Positions(
+        None if layout is None else _cut(layout, slice(MOST_ROWS), slice(None)),
+        None if rotation is None else Rotation(rotation.cos[:MOST_ROWS], rotation.sin[:MOST_ROWS]),
+    )
+
+
+def _part(layout: Layout, row: int, queries: Tensor) -> Layout:
+    """The layout of some queries of one row; a layout of one row stands for all."""
+    row = min(row, len(layout.query_locations) - 1)
+    return _cut(layout, slice(row, row + 1), queries)
+
+
+def _cut(layout: Layout, rows: slice, queries: Tensor | slice) -> Layout:
+    own, others = layout.query_documents, layout.key_documents
+    return Layout(
+        layout.query_locations[rows][:, queries],
+        layout.key_locations[rows],
+        None if own is None else own[rows][:, queries],
+        None if others is None else others[rows],
+        layout.extent,
+    )
+
+
+@torch.no_grad()
+def _seen(func, args: tuple, kwargs: dict, out) -> Tensor | None:
+    if func is F.scaled_dot_product_attention:
+        return _of_call(*args, **kwargs)
+    if func is F.multi_head_attention_forward:
+        return _of_torch_module(inspect.signature(func).bind(*args, **kwargs).arguments)
+    square = isinstance(out, Tensor) and out.dim() in (3, 4) and out.shape[-1] == out.shape[-2] > 1
+    if func in _SOFTMAX and square:
+        every = out if out.dim() == 4 else out[None, :MOST_ROWS]
+        rows, heads, length, _ = every.shape
+
+        def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+            some = every[row][:, queries]
+            return some, some > 0
+
+        return summed((rows, heads, length, length), weights, out.device)
+    return None
+
+
+def _of_call(  # noqa: PLR0913  (torch's own signature)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """From the arguments of scaled_dot_product_attention, query shaped (batch, heads, T_q, head_width)."""
+    q, k = query, key
+    if q.dim() != 4 or k.shape[2] < 2:
+        return None
+    group, factor = q.shape[1] // k.shape[1], scale if scale is not None else 1.0 / math.sqrt(q.shape[-1])
+    shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
+    terms = attn_mask.expand(shape) if attn_mask is not None else None
+
+    def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        keys = k[row].to(wide(q)).repeat_interleave(group, dim=0)
+        scores = (q[row][:, queries].to(wide(q)) @ keys.mT) * factor
+        visible = torch.ones_like(scores[:1], dtype=torch.bool)
+        if is_causal:
+            visible = visible & (queries[:, None] >= torch.arange(k.shape[2], device=q.device))
+        if terms is not None:
+            term = terms[row][:, queries]
+            visible = visible & (term if term.dtype == torch.bool else term > torch.finfo(term.dtype).min)
+            scores = scores if term.dtype == torch.bool else scores + term.to(scores.dtype)
+        return scores.masked_fill(~visible, -math.inf).softmax(-1), visible
+
+    return summed(shape, weights, q.device)
+
+
+def _of_torch_module(given: dict) -> Tensor | None:
+    """From the arguments of nn.MultiheadAttention's function, (T, batch, width); q and k are projected again."""
+    heads, weight, bias = given["num_heads"], given["in_proj_weight"], given["in_proj_bias"]
+    if weight is None or given.get("key_padding_mask") is not None:
+        return None
+    q, k = given["query"][:, :MOST_ROWS], given["key"][:, :MOST_ROWS]
+    if q.dim() != 3:
+        return None
+    weights, biases = weight.chunk(3), bias.chunk(3) if bias is not None else (None,) * 3
+    q, k = (
+        F.linear(x, w, b).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+        for x, w, b in zip((q, k), weights, biases, strict=False)
+    )
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, heads))[:MOST_ROWS]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = ~mask  # there True hides
+    return _of_call(q, k, k, attn_mask=mask, is_causal=bool(given.get("is_causal")) and mask is None)

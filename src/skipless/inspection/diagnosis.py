@@ -1,0 +1,325 @@
+"""Diagnosis: faults, where they begin, and what to do about them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from skipless.inspection.inspection import BlockSignal
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
+from skipless.theory.certificate import Band, Verdict
+from skipless.theory.feasibility import round_up, smallest_gamma_final
+from skipless.theory.schemes import ExponentialSPA, UniformSPA
+
+# Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
+# network brings a large embedding to unit norm.
+_NORM_JUMP = 1e4
+# A gradient, or a matrix, this much smaller than in both neighbours.
+_DIP = 1e-4
+# 1 − spread of attention that is uniform up to rounding. A small embedding before the first norm comes to about 1e-5.
+_UNIFORM = 1e-9
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The verdict on one block, and what to look at there."""
+
+    block: int
+    verdict: Verdict
+    advice: str
+
+
+def first_fault(signals: Sequence[BlockSignal]) -> Fault | None:
+    """The first faulty block: dead values or outputs, uniform attention, or a jump in norm; else None."""
+    for each in signals[1:]:
+        for rule in (_dead_values, _uniform_attention, _norm_jump):
+            fault = rule(signals, each)
+            if fault is not None:
+                return fault
+    return None
+
+
+def _dead_values(signals: Sequence[BlockSignal], each: BlockSignal) -> Fault | None:
+    """W_V = 0 leaves W_O without a gradient, W_O = 0 leaves W_V without; sizes tell them also without gradients."""
+    for group, partner, symbol in (("value", "output", "W_V"), ("output", "value", "W_O")):
+        empty = _dips(signals, each.block, lambda s, g=group: s.parameter_sizes.get(g))
+        silent = _dips(signals, each.block, lambda s, g=partner: s.parameter_gradients.get(g))
+        if empty or silent:
+            text = (
+                f"Attention of block {each.block} ({each.name}) gives nothing: its {group}s ({symbol}) are zero or "
+                "nearly so, unlike those of the blocks around it."
+            )
+            look = f"Look at {symbol} of {each.name}: its initialisation, a mask, a frozen or unloaded weight."
+            return Fault(each.block, Verdict("vanishing", each.block, text), look)
+    return None
+
+
+def _uniform_attention(signals: Sequence[BlockSignal], each: BlockSignal) -> Fault | None:
+    left = _distance_to_uniform(each)
+    distance = left is not None and left < _UNIFORM and _dips(signals, each.block, _distance_to_uniform)
+    empty = any(_dips(signals, each.block, lambda s, g=g: s.parameter_sizes.get(g)) for g in ("query", "key"))
+    silent = all(_dips(signals, each.block, lambda s, g=g: s.parameter_gradients.get(g)) for g in ("query", "key"))
+    if not (distance or empty or silent):
+        return None
+    text = (
+        f"Attention of block {each.block} ({each.name}) is uniform: it averages all locations whatever they hold, "
+        "while the blocks around it attend to content."
+    )
+    look = f"Look at queries and keys of {each.name}: zero weights, a scale of 0, or scores that are overwritten."
+    return Fault(each.block, Verdict("collapse", each.block, text), look)
+
+
+def _norm_jump(signals: Sequence[BlockSignal], each: BlockSignal) -> Fault | None:
+    before, after = signals[each.block - 1].norm_mean, each.norm_mean
+    if not before > 0 or not after > 0:
+        return None
+    ratio = after / before
+    if ratio < 1 / _NORM_JUMP:
+        kind, word = "vanishing", "drops"
+    elif ratio > _NORM_JUMP and each.block > 1:  # a small embedding may grow at once in the first block
+        kind, word = "explosion", "jumps"
+    else:
+        return None
+    text = f"The squared norm {word} at block {each.block} ({each.name}) by a factor of {ratio:.2g}, in one block."
+    look = (
+        f"Look at {each.name}: a factor on its output, or weights {ratio**0.5:.2g} times as large as its neighbours'."
+    )
+    return Fault(each.block, Verdict(kind, each.block, text), look)
+
+
+def _distance_to_uniform(each: BlockSignal) -> float | None:
+    return None if each.attention_spread is None else max(1.0 - each.attention_spread, 0.0)
+
+
+def _dips(signals: Sequence[BlockSignal], block: int, value: Callable[[BlockSignal], float | None]) -> bool:
+    """Whether the value is below _DIP times that of both neighbours; at an end, of the two next blocks."""
+    last = len(signals) - 1
+    near = [b for b in (block - 1, block + 1) if 1 <= b <= last]
+    if len(near) == 1:
+        near += [b for b in (block - 2, block + 2) if 1 <= b <= last][:1]
+    here, others = value(signals[block]), [value(signals[b]) for b in near]
+    if here is None or not others:
+        return False
+    return all(other is not None and 1e-12 < other < math.inf and here < _DIP * other for other in others)
+
+
+_GAMMA = 0.005  # the paper's final decay rate without shortcuts
+
+
+def advise(verdict: Verdict, signals: Sequence[BlockSignal], structure: "Structure") -> str:
+    """Plain words, most effective change first."""
+    if verdict.block == 0:
+        return "The batch itself carries no signal: its locations are alike or zero. Inspect with real data."
+    if verdict.kind == "drift":
+        return _against_drift(signals, structure)
+    if verdict.kind == "collapse":
+        return _against_collapse(signals, structure)
+    last = signals[-1].gradient_mean
+    if verdict.block == signals[-1].block and last is not None and not 0 < last < math.inf:
+        return "This gradient comes from what follows the last block: look at the head and at the loss."
+    return _against_scale(verdict, structure)
+
+
+def _against_drift(signals: Sequence[BlockSignal], structure: "Structure") -> str:
+    scheme = structure.config.scheme if structure.config is not None else None
+    words = "Nothing is lost, and a wider network drifts less."
+    if not isinstance(scheme, ExponentialSPA | UniformSPA):
+        return words
+    rate = max(signals[0].cosine_mean, 0.0)
+    if abs(rate - scheme.repeat_rate) > 0.02:
+        words += f" The scheme assumes repeat_rate={scheme.repeat_rate:g}; locations start with a cosine of {rate:.2g}."
+    if scheme.calibration == "paper":
+        words += " calibration='exact' keeps the diagonal at 1 where the MLPs move it."
+    return words
+
+
+def _against_collapse(signals: Sequence[BlockSignal], structure: "Structure") -> str:
+    scheme = structure.config.scheme if structure.config is not None else None
+    if isinstance(scheme, ExponentialSPA | UniformSPA):
+        name = f"γ_L = {scheme.gamma_final:g}" if isinstance(scheme, ExponentialSPA) else f"ρ_L = {scheme.rho_final:g}"
+        way = "raise it" if isinstance(scheme, ExponentialSPA) else "lower it"
+        return f"The scheme ends too close to collapse ({name}): {way}, or shape the MLPs' activation (dks-gelu)."
+    rate = max(signals[0].cosine_mean, 0.0)
+    spa = f"ExponentialSPA(gamma_final={_GAMMA:g}, repeat_rate={rate:.2g})"
+    if not structure.shortcuts:
+        return (
+            f"Without shortcuts softmax attention averages locations away. Use E-SPA with γ_L = {_GAMMA:g}, {spa}, and "
+            "a shaped activation (dks-gelu); or put a shortcut around every sub-block, with the norm inside the branch "
+            "(Pre-LN)."
+        )
+    weighted = _weighted_skip(structure.depth)
+    if structure.norms_after:
+        words = "The norm after each sum shrinks the shortcut block by block. Move it into the branch (Pre-LN)"
+        return f"{words}; or {weighted}."
+    return f"The branches outweigh the shortcuts: {weighted}; or put a norm inside the branch (Pre-LN)."
+
+
+def _against_scale(verdict: Verdict, structure: "Structure") -> str:
+    weighted = _weighted_skip(structure.depth)
+    if not structure.shortcuts:
+        return (
+            "Every block multiplies the signal, so gains other than 1 compound. Initialise each matrix orthogonally "
+            f"with gain 1, shape the activation (dks-gelu), and use E-SPA with γ_L = {_GAMMA:g}, calibration='exact'; "
+            "or normalise inside the branch."
+        )
+    if structure.norms_after:
+        words = "The norm after each sum rescales gradients at every block. Move it into the branch (Pre-LN)"
+        return f"{words}; or {weighted}."
+    return f"The sums compound: {weighted}; or put a norm inside the branch (Pre-LN)."
+
+
+def _weighted_skip(depth: int) -> str:
+    """β = 1/√L keeps a normalised skip's share of the input at e^{−1/2} after L blocks."""
+    beta = 1.0 / math.sqrt(max(depth, 2))
+    alpha = math.sqrt(1.0 - beta**2)
+    gamma = round_up(smallest_gamma_final(alpha, max(depth, 2)), 2)
+    return (
+        f"weight the residual branch by β = {beta:.2g} and the shortcut by α = √(1−β²) = {alpha:.3g}, which with E-SPA "
+        f"needs γ_L ≥ {gamma:g}"
+    )
+
+
+_CARRIED = 0.1  # cosine of a location with itself one block earlier; about 0 without a shortcut, in any width
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a network looks like from outside: depth, shortcuts, norms (in the branch or after the sum), and its
+    ModelConfig where it is ours."""
+
+    depth: int
+    shortcuts: bool
+    norms: bool
+    norms_after: bool = False
+    config: ModelConfig | None = None
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], signals: Sequence[BlockSignal]
+    ) -> "Structure":
+        """By our configuration, else by the modules' names and by what was measured."""
+        config = _config(model)
+        if config is not None:
+            skips = (config.attention_skip, config.mlp_skip)
+            shortcuts = any(skip.shortcut != 0 for skip in skips)
+            return cls(len(blocks), shortcuts, config.norm != "none", config.norm == "post", config)
+        carried = sorted(each.carry for each in signals if each.carry is not None and math.isfinite(each.carry))
+        shortcuts = bool(carried) and carried[len(carried) // 2] > _CARRIED
+        norms = any("norm" in type(module).__name__.lower() for _, block in blocks for module in block.modules())
+        constant = all(math.isclose(each.norm_mean, signals[-1].norm_mean, rel_tol=0.2) for each in signals[1:])
+        return cls(len(blocks), shortcuts, norms, norms and constant)
+
+
+def diagnose(signals: Sequence[BlockSignal], structure: Structure, band: Band | None = None) -> tuple[Verdict, str]:
+    """The verdict and what to change.
+
+    A block that differs from its neighbours by orders of magnitude is a fault of that block, unless the forward signal
+    was lost before it; otherwise the first block where it is lost, collapse before norms before gradients.
+    """
+    band = band or Band()
+    lost = _first(signals, structure, band, (_broken, _collapsed, _norms_lost))
+    fault = first_fault(signals)
+    if fault is not None and (lost is None or lost.block is None or fault.block <= lost.block):
+        return fault.verdict, fault.advice
+    verdict = lost or _first(signals, structure, band, (_gradients_lost,)) or _kept(signals, structure, band)
+    return verdict, advise(verdict, signals, structure) if verdict.kind != "preserved" else ""
+
+
+def _first(signals: Sequence[BlockSignal], structure: Structure, band: Band, rules: Sequence) -> Verdict | None:
+    return next((found for rule in rules if (found := rule(signals, structure, band)) is not None), None)
+
+
+def _broken(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+    for each in signals:
+        if not math.isfinite(each.norm_max):
+            return Verdict("explosion", each.block, f"Activations are not finite {_at(each)}.")
+        if each.norm_mean == 0:
+            return Verdict("vanishing", each.block, f"Activations are all zero {_at(each)}.")
+        if math.isnan(each.cosine_mean):
+            text = f"Activations are zero {_at(each)} but for at most one location of each row: none can be compared."
+            return Verdict("vanishing", each.block, text)
+    return None
+
+
+def _collapsed(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+    for each in signals:
+        if each.cosine_mean > band.collapse_cosine:
+            text = f"Rank collapse {_at(each)}: the mean cosine between locations is {each.cosine_mean:.4f}"
+            text += f", the effective rank {each.effective_rank:.1f}" if math.isfinite(each.effective_rank) else ""
+            return Verdict("collapse", each.block, f"{text}.{_query_key_words(signals, each.block)}")
+    return None
+
+
+def _norms_lost(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+    """Relative to what enters; a stream that is normalised on its way into each branch is free to grow."""
+    if structure.norms:
+        return None
+    start = signals[0].norm_mean
+    for each in signals[1:]:
+        if each.norm_max > band.lost_norm * start:
+            text = f"Norms explode {_at(each)}: squared norm {each.norm_max / start:.3g} times the input's."
+            return Verdict("explosion", each.block, text)
+        if each.norm_mean < start / band.lost_norm:
+            text = f"Norms vanish {_at(each)}: squared norm {each.norm_mean / start:.3g} times the input's."
+            return Verdict("vanishing", each.block, text)
+    return None
+
+
+def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+    """From the output backwards, the first block whose gradient is gone; the input's need only be finite."""
+    for each in reversed(signals):
+        gain = each.gradient_mean
+        if not all(map(math.isfinite, [gain or 0.0, *each.parameter_gradients.values()])):
+            return Verdict("explosion", max(each.block, 1), f"Gradients are not finite {_at(each)}.")
+        if gain is None or each.block == 0:
+            continue
+        if gain == 0:
+            return Verdict("vanishing", each.block, f"Gradients are all zero {_at(each)}.")
+        if not gain < band.lost_gradient:
+            text = f"Gradients explode {_at(each)}: squared gradient norm {gain:.3g} times the output's."
+            return Verdict("explosion", each.block, text)
+        if not gain > 1 / band.lost_gradient:
+            text = f"Gradients vanish {_at(each)}: squared gradient norm {gain:.3g} times the output's."
+            return Verdict("vanishing", each.block, text)
+    return None
+
+
+def _kept(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict:
+    last, start = signals[-1], signals[0].norm_mean
+    low, high = start / band.drift, start * band.drift
+    drifting = [each for each in signals[1:] if not low <= each.norm_min <= each.norm_max <= high]
+    if drifting and not structure.norms:
+        text = (
+            f"The signal survives all {last.block} blocks, but from block {drifting[0].block} on squared norms leave "
+            f"{1 / band.drift:g} … {band.drift:g} times the input's: they end in "
+            f"{last.norm_min / start:.3g} … {last.norm_max / start:.3g}."
+        )
+        return Verdict("drift", drifting[0].block, text)
+    rank = f", effective rank {last.effective_rank:.1f}" if math.isfinite(last.effective_rank) else ""
+    text = f"The signal survives all {last.block} blocks: mean cosine {last.cosine_mean:.3f}{rank}."
+    return Verdict("preserved", None, text)
+
+
+def _query_key_words(signals: Sequence[BlockSignal], block: int) -> str:
+    """Whether queries and keys still learn after a collapse."""
+    after = [each.query_key_gradient for each in signals[max(block, 1) :] if each.query_key_gradient is not None]
+    if not after or not all(ratio <= 1e-2 for ratio in after):
+        return ""
+    return (
+        f" From there on the gradients of queries and keys are at most {max(after):.1g} of those of values and outputs."
+    )
+
+
+def _at(each: BlockSignal) -> str:
+    return "at the input, before any block" if each.block == 0 else f"at block {each.block} ({each.name})"
+
+
+def _config(model: Any) -> ModelConfig | None:
+    inner = getattr(model, "model", None)
+    for candidate in (model, inner):
+        if isinstance(candidate, Transformer):
+            return candidate.config
+    return None

@@ -1,0 +1,226 @@
+"""Items of our own: MLPs whose hidden units start as mirrored pairs, φ(x) − φ(−x) = x, so that a network without skips
+and norms starts exactly linear.
+
+Their bands were written before their first run. What they rest on was measured with one seed, and partly without equal
+tuning. At 36 blocks × 256 over 1,500 steps, the embedding's rate between 6e-3 and 1e-2: with Adam mirrored E-SPA ended
+at 4.89 and Pre-LN at 5.03; with Muon at 4.74, W_V and W_O held still, and Pre-LN at 4.61; E-SPA with DKS was .2 behind
+mirrored with Muon. So with Adam it is claimed to end below Pre-LN, and with Muon to need no more than 1.25 times its
+steps. On a CPU (36 × 96, bytes, 120 steps) W_V = W_O = I ended within .02 of Haar matrices held still, and below
+trained ones: identity values are claimed to cost nothing. Over three times the steps only Adam's sign is claimed: with
+Muon the gap to Pre-LN had grown.
+
+Factors on the rate of a kind of matrix are part of a recipe. Those of mirrored networks, 3 on W_Q and W_K, which start
+at zero product, and 1/2 on the MLP's, were the best of a few at 1,500 steps; on a CPU, over 500 steps with W_V and W_O
+held still, 6 was better than 3 and 12, and 1/2 better than 1 and 1/4. `mirrored-factors` is to say which it is on a
+GPU. Pre-LN is best at one rate for all: with these factors it was .2 worse.
+
+Depth: 108 blocks at half the best rate of 36 had trained at the first try, Pre-LN at its unchanged rate. Whether the
+law over depth does Pre-LN harm is seen beside a Pre-LN whose rate does not change, and the claim is made against both.
+Bands on SOAP are left out, as are its arms, until they are run by default.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from skipless.model.presets import REPEAT_RATE
+from skipless.paper import experiments
+from skipless.paper.claims import Learns, Lower, Match, NoSpike, NoWiderGap, Reaches
+from skipless.paper.experiments import Arm, Item, Optimizer
+from skipless.theory.schemes import ExponentialSPA
+
+EMBEDDING_RATES = experiments.grid(5e-3, 3)
+FACTORS_QK, FACTORS_MLP = 3.0, 0.5
+FIXED_EMBEDDING = (1e-2,)
+
+_OPTIMISERS: dict[Optimizer, str] = {"adam": "Adam", "muon": "Muon", "soap": "SOAP"}
+_VALUE_OUTPUT: dict[Optimizer, float] = {"adam": 0.3, "muon": 0.1, "soap": 0.3}
+_PLAIN: dict[str, Any] = {"mlp_init": "mirrored", "activation": "gelu"}
+_SLOWER_DECAY = {"scheme": ExponentialSPA(0.05, REPEAT_RATE)}
+_MIRRORED = {**_PLAIN, **_SLOWER_DECAY}
+_IDENTITY = {**_MIRRORED, "value_output": "identity"}
+
+
+def _factors(query_key: float = FACTORS_QK, mlp: float = FACTORS_MLP, **others: float) -> dict[str, float]:
+    return {"query": query_key, "key": query_key, "up": mlp, "down": mlp, **others}
+
+
+def _explored(query_key: float, mlp: float = FACTORS_MLP) -> Arm:
+    usual = mlp == FACTORS_MLP
+    name = f"qk{query_key:g}" + ("" if usual else f"-mlp{mlp:g}")
+    label = f"W_Q and W_K at {query_key:g}, the MLP at {mlp:g}"
+    factors = _factors(query_key, mlp)
+    return Arm(name, label, "wikitext103/e-spa", _IDENTITY, optimizer="muon", role_rates=factors, seeds=1)
+
+
+FACTORS = Item(
+    "mirrored-factors",
+    "Rates by kind of matrix of a mirrored network with identity values, trained by Muon",
+    "beyond the paper, which has one rate for all but the embedding",
+    (_explored(3.0), _explored(6.0), _explored(10.0), _explored(6.0, 1.0), _explored(6.0, 0.25)),
+    (Lower("qk6", "qk3"), Lower("qk6", "qk10"), Lower("qk6", "qk6-mlp1"), Lower("qk6", "qk6-mlp0.25")),
+    embedding_rates=FIXED_EMBEDDING,
+    note="An exploration, with one seed: it chooses the factors of the other tables on mirrored networks.",
+)
+
+
+def _networks(optimizer: Optimizer) -> dict[str, Arm]:
+    """Every kind of network of `mirrored`, with one optimiser."""
+    slower = _VALUE_OUTPUT[optimizer]
+    kinds = {
+        "pre-ln": Arm("", "Pre-LN", "wikitext103/pre-ln", seeds=3),
+        "mirrored": Arm(
+            "",
+            f"E-SPA mirrored, W_V and W_O at {slower:g}",
+            "wikitext103/e-spa",
+            _MIRRORED,
+            role_rates=_factors(value=slower, output=slower),
+            seeds=3,
+        ),
+        "mirrored-identity": Arm(
+            "", "E-SPA mirrored, W_V = W_O = I", "wikitext103/e-spa", _IDENTITY, role_rates=_factors(), seeds=3
+        ),
+        "mirrored-frozen": Arm(
+            "",
+            "E-SPA mirrored, W_V and W_O held still",
+            "wikitext103/e-spa",
+            _MIRRORED,
+            role_rates=_factors(value=0.0, output=0.0),
+        ),
+        "e-spa": Arm(
+            "",
+            "E-SPA, DKS-GELU" + ", W_V and W_O at 0.3" * (optimizer == "muon"),
+            "wikitext103/e-spa",
+            _SLOWER_DECAY,
+            role_rates={"value": 0.3, "output": 0.3} if optimizer == "muon" else {},
+        ),
+        "e-spa-skip": Arm("", "E-SPA, normalised skips, no LN", "wikitext103/e-spa-skip"),
+    }
+    return {
+        kind: replace(
+            arm,
+            name=f"{kind}/{optimizer}",
+            label=f"{arm.label}, {_OPTIMISERS[optimizer]}",
+            optimizer=optimizer,
+            core=optimizer != "soap",
+            seeds=None if optimizer == "soap" else arm.seeds,
+        )
+        for kind, arm in kinds.items()
+    }
+
+
+_ARMS = {optimizer: _networks(optimizer) for optimizer in _OPTIMISERS}
+_KINDS = tuple(_ARMS["adam"])
+
+MIRRORED = Item(
+    "mirrored",
+    "Mirrored networks, without skips and norms, beside Pre-LN",
+    "beyond the paper, which needs about 5 times the steps with Adam",
+    tuple(sorted((_ARMS[way][kind] for kind in _KINDS for way in _OPTIMISERS), key=lambda arm: not arm.core)),
+    (
+        Lower("mirrored/adam", "pre-ln/adam", 0.05),
+        Lower("mirrored-identity/adam", "pre-ln/adam", 0.05),
+        Reaches("mirrored-identity/muon", "pre-ln/muon", 1.25),
+        Match("mirrored-identity/adam", "mirrored/adam", 0.02),
+        Match("mirrored-identity/muon", "mirrored/muon", 0.02),
+        Lower("mirrored/adam", "e-spa/adam"),
+        Lower("mirrored/muon", "e-spa/muon"),
+        Match("e-spa-skip/adam", "pre-ln/adam", 0.0),
+    ),
+    quantities=("train_loss", "valid_loss"),
+    ladder=(0.5, 0.75, 1.0, 1.5, 2.0, 3.0),
+    baseline="pre-ln/adam",
+    embedding_rates=EMBEDDING_RATES,
+    note=(
+        "γ_L = 0.05 for all E-SPA without skips. Factors on the rate of mirrored networks: 3 on W_Q and W_K, 0.5 on "
+        "the MLP. Every arm's embedding is tuned; tables of other items have it at 0.001 for all."
+    ),
+)
+
+LONGER = Item(
+    "mirrored-longer",
+    "Mirrored networks and Pre-LN after three times the steps",
+    "beyond the paper, which trains E-SPA five times as long as Pre-LN",
+    tuple(
+        replace(_ARMS[way][kind], multiples=(1.0, 3.0))
+        for way in ("adam", "muon")
+        for kind in ("pre-ln", "mirrored-identity")
+    ),
+    (Lower("mirrored-identity/adam@3", "pre-ln/adam@3"),),
+    quantities=("train_loss", "valid_loss"),
+    embedding_rates=EMBEDDING_RATES,
+)
+
+
+def _deep(kind: str, depth: int) -> Arm:
+    """An arm of `mirrored` with Muon, deeper; "pre-ln-constant" keeps Pre-LN's rate whatever the depth."""
+    constant = kind == "pre-ln-constant"
+    network = "pre-ln" if constant else kind
+    arm = _ARMS["muon"][network]
+    words = ", the rate of 36" * constant
+    return replace(
+        arm,
+        name=f"{kind}/{depth}",
+        label=f"{arm.label}, {depth} blocks{words}",
+        changes={**arm.changes, "depth": depth},
+        follows="" if depth == 36 else f"{network}/36",
+        depth_power=0.0 if constant else experiments.DEPTH_POWER,
+        seeds=None,
+    )
+
+
+DEPTH = Item(
+    "mirrored-depth",
+    "Mirrored networks and Pre-LN by depth, rates by one law, trained by Muon",
+    "beyond the paper, which trains 36, 72 and 108 blocks, each at a rate of its own",
+    (
+        *(_deep(kind, depth) for depth in (36, 72, 108, 216) for kind in ("pre-ln", "mirrored-identity")),
+        *(_deep("pre-ln-constant", depth) for depth in (72, 108, 216)),
+    ),
+    (
+        Learns("mirrored-identity/216"),
+        NoSpike("mirrored-identity/216"),
+        NoWiderGap(("pre-ln/108", "mirrored-identity/108"), ("pre-ln/36", "mirrored-identity/36")),
+        NoWiderGap(("pre-ln-constant/108", "mirrored-identity/108"), ("pre-ln/36", "mirrored-identity/36")),
+    ),
+    quantities=("train_loss", "valid_loss"),
+    embedding_rates=EMBEDDING_RATES,
+    note=(
+        f"Rates are tuned at 36 blocks and fall as depth^−{experiments.DEPTH_POWER:g}; the embedding's stays. Pre-LN is also "
+        "shown at the rate of 36 blocks."
+    ),
+)
+
+
+def _other(kind: str, label: str, preset: str, **fields: Any) -> Arm:
+    return Arm(f"{kind}/muon", f"{label}, Muon", f"wikitext103/{preset}", _PLAIN, optimizer="muon", **fields)
+
+
+OTHERS = Item(
+    "mirrored-others",
+    "Other attention with mirrored MLPs, and Pre-LN with them, trained by Muon",
+    "beyond the paper, whose MLPs are orthogonal or Gaussian",
+    (
+        _ARMS["muon"]["pre-ln"],
+        _other("pre-ln-mirrored", "Pre-LN, mirrored MLPs", "pre-ln"),
+        _ARMS["muon"]["mirrored"],
+        _other("u-spa-mirrored", "U-SPA mirrored", "u-spa", role_rates=_ARMS["muon"]["mirrored"].role_rates),
+        _other(
+            "v-skipinit-mirrored",
+            "V-SkipInit mirrored, gains at 0.001",
+            "v-skipinit",
+            role_rates=_ARMS["muon"]["mirrored"].role_rates,
+            gain_rate=1e-3,
+        ),
+    ),
+    (
+        Learns("u-spa-mirrored/muon"),
+        Learns("v-skipinit-mirrored/muon"),
+        Lower("mirrored/muon", "u-spa-mirrored/muon"),
+        Lower("mirrored/muon", "v-skipinit-mirrored/muon"),
+        Match("pre-ln-mirrored/muon", "pre-ln/muon", 0.05),
+        Match("pre-ln/muon", "pre-ln-mirrored/muon", 0.05),
+    ),
+    quantities=("train_loss", "valid_loss"),
+    embedding_rates=EMBEDDING_RATES,
+    note="All but Pre-LN as it is have mirrored MLPs; U-SPA and V-SkipInit the factors of mirrored E-SPA.",
+)

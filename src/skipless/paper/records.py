@@ -1,0 +1,213 @@
+"""Records of finished runs, and the log that holds them."""
+
+import dataclasses
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skipless.files import append_line, read_lines, sole_worker
+from skipless.paper.experiments import Job, Text
+
+CURVE_POINTS = 100
+TAIL_STEPS, TAIL_SHARE = 200, 10  # the final loss is the mean of the last 200 steps, or of a tenth if that is less
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run. Losses are infinite where it diverged; curve is [step, smoothed loss], thinned; kernels are a few
+    cosines, packed by skipless.paper.execute.
+
+    step_seconds is the median pace and jobs the number of runs side by side at the time: only 1 makes paces comparable.
+    embedding_rate: None is the scale's own.
+    """
+
+    key: str
+    item: str
+    arm: str
+    scale: str
+    rate: float
+    seed: int
+    multiple: float
+    measure: str
+    steps: int
+    train_loss: float
+    valid_loss: float
+    diverged_at: int | None
+    seconds: float
+    step_seconds: float
+    jobs: int
+    device: str
+    torch: str
+    commit: str
+    time: str
+    text: dict[str, Any]
+    measures: dict[str, float] = field(default_factory=dict)
+    curve: list[list[float]] = field(default_factory=list)
+    kernels: dict[str, Any] = field(default_factory=dict)
+    embedding_rate: float | None = None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run left the numbers."""
+        return self.diverged_at is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; null for what is infinite or missing."""
+        return {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Record":
+        """The inverse; ValueError where fields are missing."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        values = {name: value for name, value in data.items() if name in known}
+        for name, missing in (("train_loss", math.inf), ("valid_loss", math.inf), ("step_seconds", math.nan)):
+            values[name] = missing if values.get(name) is None else float(values[name])
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"not the record of a run ({error})") from error
+
+    def value(self, quantity: str) -> float | None:
+        """A loss, the perplexity of validation, or a measure; None where it was not taken."""
+        if quantity == "valid_perplexity":
+            return math.exp(self.valid_loss) if self.valid_loss < 700.0 else math.inf
+        if quantity in ("train_loss", "valid_loss"):
+            return getattr(self, quantity)
+        return self.measures.get(quantity)
+
+
+def losses_of(metrics: Sequence[Mapping[str, Any]], ema: float) -> list[tuple[int, float]]:
+    """(last step, mean loss) of every logged interval, from the moving average, which has seen each step.
+
+    Within an interval the weights differ by (1−ema)ⁿ; the first interval starts from the first loss, as the average.
+    """
+    points, before, last = [], None, 0
+    for line in metrics:
+        if "ema" not in line:
+            continue
+        keep = (1.0 - ema) ** (line["step"] - last)
+        mean = line["ema"] if before is None or keep == 1.0 else (line["ema"] - keep * before) / (1.0 - keep)
+        points.append((line["step"], mean))
+        before, last = line["ema"], line["step"]
+    return points
+
+
+def final_loss(metrics: Sequence[Mapping[str, Any]], ema: float, steps: int) -> float:
+    """The mean training loss at the end of a run that reached its last step; infinite for one that did not."""
+    points = losses_of(metrics, ema)
+    if not points or points[-1][0] < steps:
+        return math.inf
+    tail = min(TAIL_STEPS, max(steps // TAIL_SHARE, 1))
+    spans = [(end - start, loss) for (start, _), (end, loss) in zip([(0, 0.0), *points], points, strict=False)]
+    chosen, covered = [], 0
+    for span, loss in reversed(spans):
+        if covered >= tail:
+            break
+        chosen.append((span, loss))
+        covered += span
+    return sum(span * loss for span, loss in chosen) / covered
+
+
+def thinned(metrics: Sequence[Mapping[str, Any]], most: int = CURVE_POINTS) -> list[list[float]]:
+    """At most `most` of [step, smoothed loss], evenly, the last one among them."""
+    points = [[line["step"], round(line["ema"], 4)] for line in metrics if "ema" in line]
+    if len(points) <= most:
+        return points
+    picked = sorted({round((index + 1) * len(points) / most) - 1 for index in range(most)})
+    return [points[index] for index in picked]
+
+
+def record_of(
+    job: Job, text: Text, scale: str, metrics: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]
+) -> Record:
+    """The record of a job from its log; outcome holds what the log does not: times, device, divergence, measures."""
+    train, diverged = job.experiment.train, outcome.get("diverged_at")
+    valid = [line["valid_loss"] for line in metrics if line.get("valid_loss") is not None]
+    return Record(
+        key=job.key,
+        item=job.item,
+        arm=job.arm,
+        scale=scale,
+        rate=job.rate,
+        seed=job.seed,
+        multiple=job.multiple,
+        measure=job.measure,
+        steps=train.steps,
+        train_loss=math.inf if diverged is not None else final_loss(metrics, train.ema, train.steps),
+        valid_loss=valid[-1] if valid and diverged is None else math.inf,
+        diverged_at=diverged,
+        text=text.to_json(),
+        curve=thinned(metrics),
+        **{name: outcome[name] for name in ("seconds", "step_seconds", "jobs", "device", "torch", "commit", "time")},
+        measures=dict(outcome.get("measures", {})),
+        kernels=dict(outcome.get("kernels", {})),
+        embedding_rate=job.embedding_rate,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value
+
+
+LOGS, RUNS = "logs", "runs"
+
+
+class ResultsFolder:
+    """The folder of a reproduction: logs of runs by key, run folders while they last, tables and figures."""
+
+    def __init__(self, path: str | Path, scale: str):
+        self.path, self.scale = Path(path), scale
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"--out is {self.path}, a file; name a folder")
+        self.records = self._read()
+
+    def log(self, item: str) -> Path:
+        """The log of an item's runs."""
+        return self.path / LOGS / f"{item}-{self.scale}.jsonl"
+
+    def run_folder(self, key: str) -> Path:
+        """Where a run trains; gone when its record is written, unless its weights are wanted."""
+        return self.path / RUNS / f"{self.scale}-{key}"
+
+    def add(self, record: Record) -> None:
+        """Write a record, flushed to the disk; what is kept in memory is what a later call will read."""
+        file = self.log(record.item)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        read_lines(file)  # cuts off what a crash left of the last line
+        line = record.to_json()
+        append_line(file, line)
+        self.records[record.key] = Record.from_json(line)
+
+    def texts(self) -> list[Text]:
+        """The texts that runs were trained on, the most frequent first."""
+        counts: dict[str, list] = {}
+        for record in self.records.values():
+            counts.setdefault(record.text["fingerprint"], []).append(record.text)
+        return [Text(**found[0]) for found in sorted(counts.values(), key=len, reverse=True)]
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep a second `skipless reproduce` out of the folder; the lock ends with the process."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        refusal = f"another skipless reproduce is working in {self.path}: wait for it, or use another --out"
+        with sole_worker(self.path, refusal):
+            self.records = self._read()  # of what another one has added before it let go
+            yield
+
+    def _read(self) -> dict[str, Record]:
+        files = sorted((self.path / LOGS).glob(f"*-{self.scale}.jsonl"))
+        return {record.key: record for file in files for record in _records(file)}
+
+
+def _records(file: Path) -> Iterable[Record]:
+    try:
+        return [Record.from_json(line) for line in read_lines(file, mend=False)]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged or of another version ({error}); move it away to go on without") from error

@@ -1,0 +1,363 @@
+"""A table as a page: markdown and JSON."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skipless import __version__
+from skipless.paper.claims import Check, Results, Verdict
+from skipless.paper.experiments import MOST_BEYOND, Item, Setting
+from skipless.paper.records import Record
+from skipless.paper.runs import Outcome, Ratio, Sample, missing, outcome_of, rival_of, steps_ratio
+
+HEAD = ("arm", "paper", "ours", "steps", "time", "seeds", "rate", "log")
+RATIO_HEAD = ("arm", "paper", "steps to the baseline", "the same in wall-clock", "against Pre-LN, same optimiser")
+DIGITS = {"train_loss": 3, "valid_loss": 3, "valid_perplexity": 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm at one length of training, for one quantity; value is None until it has been run."""
+
+    arm: str
+    label: str
+    quantity: str
+    multiple: float
+    paper: str
+    value: float | None
+    cells: tuple[str, ...]  # steps, time, seeds, rate, log
+    ours: str
+
+    def line(self) -> tuple[str, ...]:
+        """The row as cells under HEAD."""
+        return (self.label, self.paper, self.ours, *self.cells)
+
+
+def rows(outcomes: Mapping[str, Outcome], quantity: str) -> list[Row]:
+    """All rows of one table, in the item's order of arms."""
+    return [
+        _row(outcome, quantity, multiple)
+        for outcome in outcomes.values()
+        for multiple in sorted({1.0, *outcome.runs, *(p.steps for p in outcome.arm.printed if p.quantity == quantity)})
+    ]
+
+
+def ratio_rows(item: Item, outcomes: Mapping[str, Outcome]) -> list[tuple[str, ...]]:
+    """How many times the baseline's steps an arm needs for its loss; lines under RATIO_HEAD. None without one."""
+    baseline, target = outcomes.get(item.baseline), _target(item, outcomes)
+    if baseline is None or target is None:
+        return []
+    lines = []
+    for outcome in outcomes.values():
+        if outcome is baseline:
+            continue
+        ratio = ratio_to(outcome, target)
+        rival = rival_of(outcome, outcomes)
+        printed = [p.text() for p in outcome.arm.printed if p.quantity == "steps_ratio"]
+        against = ratio_to(outcome, rival) if rival is not None else None
+        cells = (_ratio_text(ratio), _ratio_text(_wall_clock(ratio, outcome, baseline)), _ratio_text(against))
+        lines.append((outcome.arm.label, "".join(printed), *cells))
+    return lines
+
+
+def grid(item: Item, outcomes: Mapping[str, Outcome]) -> tuple[Sequence[str], list[Sequence[str]]] | None:
+    """Head and lines of the usual length at a glance, where all arms are named "kind/way": losses, and steps ratios."""
+    names = [arm.name.split("/") for arm in item.arms]
+    if any(len(parts) != 2 for parts in names):
+        return None
+    kinds, ways = (tuple(dict.fromkeys(side)) for side in zip(*names, strict=True))
+    lines: list[Sequence[str]] = [
+        (kind, *(_glance(item, outcomes, outcomes.get(f"{kind}/{way}")) for way in ways)) for kind in kinds
+    ]
+    return ("", *ways), lines
+
+
+def _glance(item: Item, outcomes: Mapping[str, Outcome], outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "–"
+    target = _target(item, outcomes) if outcome.arm.name != item.baseline else None
+    ratio = ratio_to(outcome, target) if target is not None else None
+    loss = _row(outcome, "train_loss", 1.0).ours
+    return loss if ratio is None or math.isnan(ratio.value) else f"{loss} ({ratio.text()}×)"
+
+
+def _target(item: Item, outcomes: Mapping[str, Outcome]) -> Sample | None:
+    """The loss that arms are to reach: the baseline's."""
+    baseline = outcomes.get(item.baseline)
+    return baseline.sample("train_loss") if baseline is not None else None
+
+
+def ratio_to(outcome: Outcome, target: Sample) -> Ratio | None:
+    """Steps the arm needs for the target's loss, over the usual number."""
+    losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
+    return steps_ratio(target.mean, losses)
+
+
+def best_record(outcome: Outcome, multiple: float = 1.0) -> Record | None:
+    """The run that stands for the arm in a figure: the best rate's first seed, or the best of an unfinished sweep."""
+    if runs := outcome.runs.get(multiple):
+        return runs[min(runs)]
+    finite = [record for record in outcome.swept if math.isfinite(record.train_loss)]
+    return min(finite, key=lambda record: record.train_loss) if finite and multiple == 1.0 else None
+
+
+def sample_text(sample: Sample | None, digits: int) -> str:
+    """As a cell: mean ± half of what seeds differ by."""
+    if sample is None:
+        return "–"
+    if math.isinf(sample.mean):
+        return "diverged"
+    spread = f" ± {sample.half_range:.{digits}f}" if len(sample.values) > 1 else ""
+    return f"{sample.mean:.{digits}f}{spread}"
+
+
+def _row(outcome: Outcome, quantity: str, multiple: float) -> Row:
+    arm, digits = outcome.arm, DIGITS.get(quantity, 2)
+    printed = [p.text() for p in arm.printed if p.quantity == quantity and p.steps == multiple]
+    sample = outcome.sample(quantity, multiple)
+    ours, record = sample_text(sample, digits), best_record(outcome, multiple)
+    if sample is None and record is not None and (value := record.value(quantity)) is not None:
+        tried = len(outcome.swept)
+        ours = f"{value:.{digits}f} (sweep: {tried} of {tried + len(outcome.missing)})"
+    label = arm.label if multiple == 1.0 else f"{arm.label}, {multiple:g}× the steps"
+    value = None if sample is None else sample.mean
+    return Row(arm.name, label, quantity, multiple, "".join(printed) or "–", value, _cells(outcome, multiple), ours)
+
+
+def _cells(outcome: Outcome, multiple: float) -> tuple[str, ...]:
+    runs = list(outcome.runs.get(multiple, {}).values()) or ([] if multiple != 1.0 else list(outcome.swept))
+    if not runs:
+        return ("–",) * 5
+    seconds = sum(record.seconds for record in runs) / len(runs)
+    chosen = best_record(outcome, multiple) or runs[0]
+    seeds = len(outcome.runs.get(multiple, {})) or 1
+    log = f"{chosen.item}-{chosen.scale} {chosen.key[:8]}"
+    return (f"{chosen.steps}", f"{seconds:.0f} s", f"{seeds}", _best_text(outcome), log)
+
+
+def _best_text(outcome: Outcome) -> str:
+    """The best rate, and the embedding's where it is not the size's own."""
+    if outcome.best is None:
+        return "–"
+    rate = f"{outcome.best:g}" + " (at the edge)" * outcome.edge
+    if outcome.best_embedding is None:
+        return rate
+    return f"{rate}, embedding {outcome.best_embedding:g}" + " (at the edge)" * outcome.embedding_edge
+
+
+def _wall_clock(ratio: Ratio | None, outcome: Outcome, baseline: Outcome) -> Ratio | None:
+    """The ratio times that of the paces, both measured with nothing else beside them; None where one is not."""
+    if ratio is None or outcome.pace is None or baseline.pace is None:
+        return None
+    return Ratio(ratio.value * outcome.pace.step_seconds / baseline.pace.step_seconds, ratio.bound)
+
+
+def _ratio_text(ratio: Ratio | None) -> str:
+    return "–" if ratio is None or math.isnan(ratio.value) else ratio.text()
+
+
+_NAMES = {"train_loss": "Training loss", "valid_perplexity": "Validation perplexity", "valid_loss": "Validation loss"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of an item at one size.
+
+    to_do: runs of the usual arms that are missing; further: of each other arm that has begun, by name.
+    """
+
+    item: Item
+    setting: Setting
+    outcomes: Mapping[str, Outcome]
+    verdicts: Sequence[tuple[str, Verdict]]
+    to_do: int
+    further: Mapping[str, int]
+
+
+def gather(item: Item, setting: Setting, records: Mapping[str, Record]) -> Summary:
+    """Look everything up, and judge the bands where the size is one they were written for."""
+    known = {arm.name: outcome_of(item, arm, setting, records) for arm in item.arms}
+    core = {arm.name for arm in item.chosen(setting.scale)}
+    shown = {name: outcome for name, outcome in known.items() if name in core or outcome.sweep}
+    findings = Results(shown, setting.text.unigram)
+    judged = item.bands if setting.scale.judged else ()
+    verdicts = [(band.claim(), band.judge(findings)) for band in judged]
+    beyond = [job.arm for job in missing([item], setting, records, ("all",)) if job.arm in shown.keys() - core]
+    return Summary(item, setting, shown, verdicts, len(missing([item], setting, records)), Counter(beyond))
+
+
+def markdown(summary: Summary, figure: str = "") -> str:
+    """The page; figure is the picture's file name beside it."""
+    item, setting = summary.item, summary.setting
+    parts = [f"# {item.title}\n", f"Reference: {item.reference}. Scale: `{setting.scale.name}`.\n"]
+    parts += [f"{item.note}\n"] if item.note else []
+    parts.append(_how(summary))
+    if figure:
+        shown = "Kernels by block and step" if item.measure == "probes" else "Training curves, and the rates tried"
+        parts.append(f"![{shown}]({figure})\n")
+    if found := grid(item, summary.outcomes):
+        words = f"; in brackets the steps to the loss of {item.baseline}, over its own" if item.baseline else ""
+        parts.append(f"## At a glance: training loss{words}\n\n{table(*found)}")
+    for quantity in item.quantities:
+        title = _NAMES.get(quantity, quantity.replace("_", " ").capitalize())
+        parts.append(f"## {title}\n\n{table(HEAD, [row.line() for row in rows(summary.outcomes, quantity)])}")
+    if lines := ratio_rows(item, summary.outcomes):
+        parts.append(f"## Steps to the loss of {item.baseline}\n\n{table(RATIO_HEAD, lines)}")
+    parts += [_bands(summary), _sweeps(summary), _missing(summary)]
+    return "\n".join(part for part in parts if part)
+
+
+def as_json(summary: Summary) -> dict[str, Any]:
+    """Every number of the page."""
+    item, setting = summary.item, summary.setting
+    glance = grid(item, summary.outcomes)
+    tables = {
+        quantity: [
+            {
+                "arm": row.arm,
+                "label": row.label,
+                "multiple": row.multiple,
+                "paper": row.paper,
+                "ours": _finite(row.value),
+                "text": row.ours,
+                **dict(zip(HEAD[3:], row.cells, strict=True)),
+            }
+            for row in rows(summary.outcomes, quantity)
+        ]
+        for quantity in item.quantities
+    }
+    return {
+        "skipless": __version__,
+        "item": item.name,
+        "reference": item.reference,
+        "scale": setting.scale.name,
+        "text": setting.text.to_json(),
+        "rates": setting.rates,
+        "seeds": setting.seeds,
+        **({"glance": [list(line) for line in (glance[0], *glance[1])]} if glance else {}),
+        "tables": tables,
+        "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(item, summary.outcomes)],
+        "bands": [{"claim": claim, "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
+        "sweeps": {
+            name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.sweep.items()}
+            for name, outcome in summary.outcomes.items()
+        },
+        **({"embedding_sweeps": _embedding_sweeps(summary)} if item.embedding_rates else {}),
+        "missing": summary.to_do,
+    }
+
+
+def kernels_markdown(item: Item, checks: Sequence[Check], figure: str = "") -> str:
+    """The page of the item that trains nothing."""
+    lines = [(c.where, c.claim, c.ours, "pass" if c.holds else "**fail**") for c in checks]
+    picture = f"![Kernels by depth]({figure})\n" if figure else ""
+    body = table(("figure", "claim", "ours", "verdict"), lines)
+    return "\n".join(part for part in (f"# {item.title}\n", f"{item.reference}. {item.note}\n", picture, body) if part)
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    rule = "|".join("---" for _ in head)
+    body = "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in lines)
+    return f"| {' | '.join(head)} |\n|{rule}|\n{body}"
+
+
+def _how(summary: Summary) -> str:
+    setting = summary.setting
+    runs = [record for outcome in summary.outcomes.values() for record in _all_runs(outcome)]
+    devices = sorted({f"{record.device}, torch {record.torch}" for record in runs})
+    beside = max((record.jobs for record in runs), default=1)
+    times = f" Times are of up to {beside} runs side by side on one device." if beside > 1 else ""
+    commits = ", ".join(sorted({record.commit for record in runs if record.commit}))
+    tuned = (
+        f"Every arm: {count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
+        f"the best while that lies at the edge ({MOST_BEYOND} at most), seed 0, chosen by training loss; then "
+        f"{count(setting.seeds, 'seed')} at the best rate{_headline_seeds(summary)}.{_embedding_words(summary.item)}"
+        f"{_law_words(summary.item)}"
+    )
+    words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
+    where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."
+    return f"Text: {setting.text.describe()}. {tuned} {words}{times} {where}\n"
+
+
+def _headline_seeds(summary: Summary) -> str:
+    setting = summary.setting
+    own = {setting.seeds_of(arm) for arm in summary.item.arms} - {setting.seeds}
+    return f" ({', '.join(map(str, sorted(own)))} of some arms)" if own else ""
+
+
+def _embedding_words(item: Item) -> str:
+    if len(item.embedding_rates) < 2:
+        return f" The embedding's rate is {item.embedding_start:g} for all." if item.embedding_rates else ""
+    tried = ", ".join(f"{rate:g}" for rate in item.embedding_rates)
+    return (
+        f" That is at an embedding rate of {item.embedding_start:g}; at the best rate the embedding's is then tuned by "
+        f"the same rule over {tried}, and seeds run at the best pair."
+    )
+
+
+def _law_words(item: Item) -> str:
+    followers = any(arm.follows for arm in item.arms)
+    return " Deeper arms are not tuned: they take the rates of the shallowest by a law over depth." if followers else ""
+
+
+def count(number: int, name: str) -> str:
+    """ "1 run", "2 runs", "0 runs"."""
+    return f"{number} {name}{'s' * (number != 1)}"
+
+
+def _bands(summary: Summary) -> str:
+    if not summary.setting.scale.judged:
+        return "## Bands\n\nNot judged at this scale: its runs are too short to mean anything.\n"
+    marks = {"pass": "pass", "fail": "**fail**", "not run": "not run"}
+    lines = [(claim, marks[verdict.mark], verdict.detail or "–") for claim, verdict in summary.verdicts]
+    if not lines:
+        return ""
+    return f"## Bands, stated before the runs\n\n{table(('claim', 'verdict', 'numbers'), lines)}"
+
+
+def _sweeps(summary: Summary) -> str:
+    lines = []
+    for outcome in summary.outcomes.values():
+        own = summary.setting.scale.embedding(outcome.arm.corpus) if summary.item.embedding_rates else None
+        lines.append((outcome.arm.label, "; ".join(_tried(record, own) for record in outcome.swept) or "not run"))
+    head = "rate, embedding's rate: loss" if summary.item.embedding_rates else "rate: loss"
+    return f"## Rates tried: training loss\n\n{table(('arm', head), lines)}"
+
+
+def _tried(record: Record, own: float | None) -> str:
+    """A run of a sweep; own: the size's own embedding rate, where the embedding's rate is to be shown."""
+    rates = f"{record.rate:g}" + ("" if own is None else f", {record.embedding_rate or own:g}")
+    loss = f"{record.train_loss:.3f}" if math.isfinite(record.train_loss) else f"diverged at step {record.diverged_at}"
+    return f"{rates}: {loss}"
+
+
+def _embedding_sweeps(summary: Summary) -> dict[str, dict[str, float | None]]:
+    """Losses by the embedding's rate, at each arm's best rate."""
+    return {
+        name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.embedding_sweep.items()}
+        for name, outcome in summary.outcomes.items()
+    }
+
+
+def _missing(summary: Summary) -> str:
+    command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name} --data …"
+    begun = [f"{summary.outcomes[name].arm.label} ({count(left, 'run')})" for name, left in summary.further.items()]
+    further = [arm.label for arm in summary.item.arms if arm.name not in summary.outcomes]
+    optional = {"not complete": begun, "not run": further}
+    left = [f"{words}: {'; '.join(labels)}" for words, labels in optional.items() if labels]
+    more = f" Only with `--arms all`, and {'; '.join(left)}." if left else ""
+    if not summary.to_do:
+        return f"All runs of the usual arms are done.{more}\n" if more else "All runs are done.\n"
+    are = "is" if summary.to_do == 1 else "are"
+    return f"At least {count(summary.to_do, 'run')} {are} still missing: `{command}` goes on.{more}\n"
+
+
+def _all_runs(outcome: Outcome) -> list[Record]:
+    return [*outcome.swept, *(record for runs in outcome.runs.values() for record in runs.values())]
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 6)

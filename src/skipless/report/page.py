@@ -1,0 +1,411 @@
+"""The report: one page, offline, from runs, certificates and results."""
+
+import base64
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from skipless.figures.kernels import verdict_words
+from skipless.inspection.inspection import BlockSignal, Inspection
+from skipless.theory import kernels
+from skipless.theory.certificate import Verdict, judge
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+_NAN = float("nan")
+
+
+def inspection_from_dict(data: Mapping[str, Any]) -> Inspection:
+    """The inverse of Inspection.as_dict; null numbers come back as NaN, or as None where the field may lack."""
+    try:
+        blocks = tuple(_block(entry) for entry in data["blocks"])
+        verdict = Verdict(**data["verdict"])
+        cosines = data.get("kernels")
+        stack = None if cosines is None else np.array(cosines, dtype=np.float64)
+        locations = {name: np.array(rows, dtype=np.float64) for name, rows in data.get("locations", {}).items()}
+        return Inspection(str(data["model"]), blocks, verdict, str(data.get("advice") or ""), stack, locations)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"the inspection is damaged or of another version ({error!r})") from error
+
+
+def inspections_of_certificates(data: Mapping[str, Any]) -> list[Inspection]:
+    """One inspection per network of a `skipless kernels --json` file: theory's numbers, kernels of the blocks shown."""
+    try:
+        return [_of_certificate(network) for network in data["networks"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"the certificate is damaged or of another version ({error!r})") from error
+
+
+def inspection_of_states(model: str, states: np.ndarray, *, normalised: bool = False) -> Inspection:
+    """From measured kernels Σ_0 … Σ_L, (L+1, T, T), of one sequence: everything but gradients and single entries.
+
+    normalised as in theory.certificate: norms of a normalised stream may grow and are not judged.
+    """
+    states = np.asarray(states, dtype=np.float64)
+    unjudged = [np.ones(states.shape[1])] * len(states)
+    certificate = judge(list(states), unjudged, normalised=normalised)
+    cosines = np.stack([_cosines(state) for state in states])
+    blocks = tuple(
+        BlockSignal(
+            block=at.block,
+            name=_name(at.block),
+            norm_min=at.diagonal_min,
+            norm_mean=at.diagonal_mean,
+            norm_max=at.diagonal_max,
+            cosine_mean=at.mean_cosine,
+            cosine_quantiles=_quantiles(cosine),
+            effective_rank=at.effective_rank,
+            stable_rank=kernels.stable_rank(state) if np.isfinite(cosine).all() else _NAN,
+            collapse=kernels.rank_one_residual(state) if np.isfinite(cosine).all() else _NAN,
+            kurtosis=_NAN,
+            outlier=_NAN,
+        )
+        for at, state, cosine in zip(certificate.reports, states, cosines, strict=True)
+    )
+    return Inspection(model, blocks, certificate.verdict, kernels=cosines)
+
+
+def _of_certificate(network: Mapping[str, Any]) -> Inspection:
+    reports = network["certificate"]["reports"]
+    kept = {int(block): np.array(rows, dtype=np.float64) for block, rows in network["cosines"].items()}
+    blocks = tuple(_certified(at, kept.get(at["block"])) for at in reports)
+    length = len(next(iter(kept.values()))) if kept else 0
+    absent = np.full((length, length), np.nan)
+    stack = np.stack([kept.get(at["block"], absent) for at in reports]) if kept else None
+    return Inspection(str(network["label"]), blocks, Verdict(**network["certificate"]["verdict"]), kernels=stack)
+
+
+def _certified(at: Mapping[str, Any], cosine: np.ndarray | None) -> BlockSignal:
+    return BlockSignal(
+        block=at["block"],
+        name=_name(at["block"]),
+        norm_min=_number(at["diagonal_min"]),
+        norm_mean=_number(at["diagonal_mean"]),
+        norm_max=_number(at["diagonal_max"]),
+        cosine_mean=_number(at["mean_cosine"]),
+        cosine_quantiles=() if cosine is None else _quantiles(cosine),
+        effective_rank=_number(at["effective_rank"]),
+        stable_rank=_NAN,
+        collapse=_NAN,
+        kurtosis=_NAN,
+        outlier=_NAN,
+        gradient_mean=at["backward_mean"],
+        gradient_max=at["backward_max"],
+    )
+
+
+def _block(entry: Mapping[str, Any]) -> BlockSignal:
+    known = {field.name for field in fields(BlockSignal)}
+    values = {name: value for name, value in entry.items() if name in known}
+    for name in ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "stable_rank"):
+        values[name] = _number(values[name])
+    for name in ("collapse", "kurtosis", "outlier"):
+        values[name] = _number(values[name])
+    values["cosine_quantiles"] = tuple(_number(value) for value in values["cosine_quantiles"])
+    return BlockSignal(**values)
+
+
+def _number(value: Any) -> float:
+    return _NAN if value is None else float(value)
+
+
+def _name(block: int) -> str:
+    return "input" if block == 0 else f"block {block}"
+
+
+def _cosines(state: np.ndarray) -> np.ndarray:
+    """Cosines, or NaN throughout where a norm is zero or not finite."""
+    if not (np.isfinite(state).all() and (np.diagonal(state) > 0).all()):
+        return np.full_like(state, np.nan)
+    return kernels.cosine(state)
+
+
+def _quantiles(cosine: np.ndarray) -> tuple[float, ...]:
+    above: Sequence[float] | np.ndarray = cosine[np.triu_indices(len(cosine), 1)]
+    return tuple(float(q) for q in np.quantile(above, QUANTILES)) if np.isfinite(above).all() else ()
+
+
+# A kernel of 128 locations is 8 kB; 36 blocks of them keep a page of one network below 500 kB in base64.
+KERNEL_BYTES = 310_000
+_WHOLE_NETWORKS = 4  # more networks share what these may take
+_CURVE_POINTS = 400
+_LEVELS = 254  # cosines −1 … 1 as 0 … 254; 255 is not a number
+_COLUMNS = ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "gradient_mean", "gradient_max")
+_OPTIONAL = ("attention_spread", "carry")
+_CURVES = ("loss", "ema", "valid_loss", "gradient")
+
+
+def page_data(inspections: Sequence[Inspection], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """JSON that can stand inside a script element: no <, >, & and no line separators."""
+    budget = KERNEL_BYTES * min(len(inspections), _WHOLE_NETWORKS) // max(len(inspections), 1)
+    data = {
+        "networks": [_network(inspection, budget) for inspection in inspections],
+        "curves": [{"name": name, **_curve(records)} for name, records in curves.items()],
+    }
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escaped
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _network(inspection: Inspection, budget: int) -> dict[str, Any]:
+    blocks = inspection.blocks
+    columns = {name: _column([getattr(block, name) for block in blocks]) for name in (*_COLUMNS, *_OPTIONAL)}
+    columns |= {"cosine_low": _quantile(blocks, 0), "cosine_high": _quantile(blocks, -1)}
+    for key in ("norm", "cosine", "gradient"):
+        columns[f"{key}_predicted"] = _column([(block.predicted or {}).get(key) for block in blocks])
+    return {
+        "name": inspection.model,
+        "lost": inspection.verdict.block if inspection.verdict.lost else None,
+        "blocks": [block.block for block in blocks],
+        "columns": {name: values for name, values in columns.items() if any(v is not None for v in values)},
+        "kernels": _kernels(inspection, budget),
+    }
+
+
+def _column(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None or not math.isfinite(value) else float(f"{value:.4g}") for value in values]
+
+
+def _quantile(blocks: Sequence[BlockSignal], index: int) -> list[float | None]:
+    return _column([block.cosine_quantiles[index] if block.cosine_quantiles else None for block in blocks])
+
+
+def _kernels(inspection: Inspection, budget: int) -> dict[str, Any] | None:
+    """The upper triangle of each kernel kept, row by row, a byte an entry. Too much: every n-th location is shown."""
+    if inspection.kernels is None:
+        return None
+    kept = [index for index, kernel in enumerate(inspection.kernels) if not np.isnan(kernel).all()]
+    if not kept:
+        return None
+    stack = np.asarray(inspection.kernels, dtype=np.float64)[kept]
+    stride = next(n for n in range(1, 1_000_000) if _triangle_size(-(-stack.shape[1] // n)) * len(kept) <= budget)
+    stack = stack[:, ::stride, ::stride]
+    side = stack.shape[1]
+    level = np.round((np.clip(stack, -1.0, 1.0) + 1.0) * (_LEVELS / 2))
+    level = np.where(np.isnan(level), _LEVELS + 1, level).astype(np.uint8)
+    rows, columns = np.triu_indices(side)
+    return {
+        "side": side,
+        "stride": stride,
+        "blocks": [inspection.blocks[index].block for index in kept],
+        "bytes": base64.b64encode(level[:, rows, columns].tobytes()).decode(),
+    }
+
+
+def _triangle_size(side: int) -> int:
+    return side * (side + 1) // 2 if side > 1 else 0
+
+
+def _curve(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each quantity as [steps, values]; a long one as means over equal stretches, its last value exact."""
+    curve = {}
+    for name in _CURVES:
+        points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float) and "step" in r]
+        if points:
+            steps, values = _thinned(np.array(points, dtype=np.float64))
+            curve[name] = [np.round(steps).astype(int).tolist(), _column(values.tolist())]
+    return curve
+
+
+def _thinned(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if len(points) <= _CURVE_POINTS:
+        return points[:, 0], points[:, 1]
+    parts = np.array_split(points, _CURVE_POINTS)
+    means = np.array([part.mean(axis=0) for part in parts])
+    return np.append(means[:, 0], points[-1, 0]), np.append(means[:, 1], points[-1, 1])
+
+
+_MARKS = {"preserved": "✔", "drift": "≈", "collapse": "✖", "explosion": "▲", "vanishing": "▼"}
+_PLAIN = {
+    "preserved": "healthy: the signal survives",
+    "drift": "survives, but norms drift",
+    "collapse": "collapse: all locations become alike",
+    "explosion": "explosion: numbers grow without bound",
+    "vanishing": "vanishing: the signal fades to nothing",
+}
+_HEADS: tuple[tuple[str, str, str], ...] = (
+    ("norm² min", "norm_min", "smallest squared norm of a location over the width"),
+    ("mean", "norm_mean", "mean squared norm"),
+    ("max", "norm_max", "largest squared norm"),
+    ("cosine", "cosine_mean", "mean cosine between two locations: 1 is collapse"),
+    ("effective rank", "effective_rank", "directions in which locations differ: 1 is collapse"),
+    ("stable rank", "stable_rank", "directions as strong as the strongest"),
+    ("rank-one residual", "collapse", "distance from all locations being equal: 0 is collapse"),
+    ("gradient²", "gradient_mean", "squared gradient norm, relative to the output's"),
+    ("kurtosis", "kurtosis", "of the activations' entries: 3 for a Gaussian"),
+    ("outlier", "outlier", "largest entry over the root mean square"),
+    ("attention spread", "attention_spread", "entropy of attention over that of equal weights: 1 looks at all alike"),
+    ("on first", "attention_first", "attention paid to the first location"),
+    ("carry", "carry", "cosine between a location before and after the block: near 0 without a skip"),
+)
+_TALLIES = (("pass", "hold"), ("fail", "fail"), ("not run", "await their runs"))
+_RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity")
+
+_FAILED = ' class="lost"'
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table of a reproduction: what it is of, its columns, its cells as text. claims: of claim, verdict, numbers."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    claims: bool = False
+
+
+def render(
+    inspections: Sequence[Inspection],
+    curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+    title: str = "",
+    results: Sequence[ResultTable] = (),
+) -> str:
+    """The page as text. curves: by run, the records of metrics.jsonl (step, loss, ema, valid_loss, gradient).
+
+    ValueError if there is nothing to show.
+    """
+    curves = curves or {}
+    if not inspections and not curves and not results:
+        raise ValueError("there is nothing to show: give at least one inspection or the records of one run")
+    page = files("skipless.report") / "template"
+    script = "\n".join((page / name).read_text("utf-8") for name in ("charts.js", "kernels.js", "page.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Template((page / "page.html").read_text("utf-8")).substitute(
+        title=escape(title or ("Paper and measurement" if results else _default_title(inspections, curves))),
+        digest=digest,
+        style=(page / "page.css").read_text("utf-8"),
+        headline=escape(_tally(results) if results and not inspections else _headline(inspections, curves)),
+        cards="\n".join(_card(index, inspection) for index, inspection in enumerate(inspections)),
+        networks="" if inspections else "hidden",
+        kernels="" if any(inspection.kernels is not None for inspection in inspections) else "hidden",
+        curves="" if curves else "hidden",
+        runs=_run_table(curves) if curves else "",
+        results="" if results else "hidden",
+        result_tables="\n".join(_result_table(table) for table in results),
+        tables="\n".join(_table(inspection, len(inspections) == 1) for inspection in inspections),
+        data=page_data(inspections, curves),
+        script=script,
+    )
+
+
+def _tally(results: Sequence[ResultTable]) -> str:
+    """How many of the claims stated before the runs hold."""
+    marks = Counter(row[1] for table in results if table.claims for row in table.rows)
+    said = [f"{marks[mark]} {words}" for mark, words in _TALLIES if marks[mark]]
+    claims = f" Of {sum(marks.values())} claims stated before the runs {', '.join(said)}." if said else ""
+    return f"What the paper prints, beside what was measured.{claims}"
+
+
+def _default_title(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
+    names = [inspection.model for inspection in inspections] or list(curves)
+    run = next(iter(curves)) if len(curves) == 1 else ""
+    if len(names) == 1 or (run and all(name.startswith(run) for name in names)):
+        return run or names[0]
+    return f"{len(inspections)} networks" if inspections else f"{len(curves)} runs" if curves else "Results"
+
+
+def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
+    """The verdict over all, in one sentence."""
+    if not inspections:
+        return f"Training curves of {len(curves)} run{'s' * (len(curves) > 1)}."
+    lost = [inspection for inspection in inspections if inspection.verdict.lost]
+    if len(inspections) == 1:
+        inspection = inspections[0]
+        where = "" if inspection.verdict.block is None else f" ({verdict_words(inspection.verdict)})"
+        return f"{'The signal is lost' if lost else 'The signal reaches the end'}{where}."
+    if not lost:
+        return f"The signal reaches the end of {'both' if len(inspections) == 2 else 'all'} networks."
+    return f"The signal is lost in {len(lost)} of {len(inspections)} networks."
+
+
+def _card(index: int, inspection: Inspection) -> str:
+    """A verdict in plain words, and the box that shows or hides the network below."""
+    verdict = inspection.verdict
+    advice = f'<p class="advice"><b>What to change:</b> {escape(inspection.advice)}</p>' if inspection.advice else ""
+    return (
+        f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
+        f"{_MARKS[verdict.kind]}</span> {escape(inspection.model)}</h3>"
+        f'<p class="kind">{escape(_PLAIN[verdict.kind])}</p><p>{escape(verdict.text)}</p>{advice}'
+        f'<label class="toggle"><input type="checkbox" data-network="{index}"> '
+        f'<svg class="key" data-key="{index}" width="28" height="10" aria-hidden="true"></svg> show below'
+        "</label></article>"
+    )
+
+
+def _table(inspection: Inspection, opened: bool) -> str:
+    """Numbers of every block; columns nobody measured are left out."""
+    blocks = inspection.blocks
+    heads = [head for head in _HEADS if any(_present(getattr(block, head[1])) for block in blocks)]
+    cells = "".join(f'<th scope="col" title="{escape(note)}">{escape(name)}</th>' for name, _, note in heads)
+    rows = "\n".join(_row(block, [field for _, field, _ in heads], inspection.verdict.block) for block in blocks)
+    return (
+        f"<details{' open' * opened}><summary>{escape(inspection.model)}: {len(blocks) - 1} blocks</summary>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Numbers of {escape(inspection.model)}"><table>'
+        f'<thead><tr><th scope="col">after</th>{cells}</tr></thead><tbody>\n{rows}</tbody></table></div></details>'
+    )
+
+
+def _row(block: BlockSignal, fields: Sequence[str], lost_at: int | None) -> str:
+    marked = ' class="lost"' if block.block == lost_at else ""
+    cells = "".join(f"<td>{_short(getattr(block, field))}</td>" for field in fields)
+    return f'<tr{marked}><th scope="row">{escape(_block_name(block))}</th>{cells}</tr>'
+
+
+def _block_name(block: BlockSignal) -> str:
+    """The block's number, and the module's name where it is another."""
+    number = "input" if block.block == 0 else f"block {block.block}"
+    return number if block.name in ("", number) else f"{number} ({block.name})"
+
+
+def _run_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    heads = "".join(f'<th scope="col">{name}</th>' for name in _RUN_HEADS)
+    rows = []
+    for name, records in curves.items():
+        steps = max((record["step"] for record in records if "step" in record), default=None)
+        valid = _last(records, "valid_loss")
+        perplexity = _last(records, "valid_perplexity") or (None if valid is None else math.exp(min(valid, 700.0)))
+        values = [_last(records, "ema", "loss"), valid, perplexity]
+        cells = "".join(f"<td>{_short(value)}</td>" for value in values)
+        shown = "–" if steps is None else f"{steps:,}".replace(",", "\N{THIN SPACE}")
+        rows.append(f'<tr><th scope="row">{escape(name)}</th><td>{shown}</td>{cells}</tr>')
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _result_table(table: ResultTable) -> str:
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.head)
+    rows = "".join(
+        f'<tr{_FAILED * (table.claims and rest[0] == "fail")}><th scope="row">{escape(first)}</th>'
+        f"{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in table.rows
+    )
+    return (
+        f"<details open><summary>{escape(table.title)}</summary>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _last(records: Sequence[Mapping[str, Any]], *names: str) -> float | None:
+    """The newest value of the first name that was ever logged."""
+    for name in names:
+        values = [record[name] for record in records if isinstance(record.get(name), int | float)]
+        if values:
+            return values[-1]
+    return None
+
+
+def _present(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _short(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "–"
+    return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"

@@ -1,0 +1,377 @@
+"""Configuration of a run: model, data, optimiser and schedule; frozen, checked, and plain JSON."""
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from skipless.model.config import ModelConfig
+from skipless.ops.precision import Precision
+
+Name = Literal["adam", "adamw", "muon", "soap"]
+Role = Literal["query", "key", "value", "output", "up", "down", "position"]
+
+NAMES: tuple[str, ...] = get_args(Name)
+ROLES: tuple[str, ...] = get_args(Role)
+ORTHOGONAL_ROLES = ("value", "output", "up", "down")  # queries start at 0, and with keys make no signal of their own
+
+# The paper tunes the rate for every network and prints none. These were the best of a coarse grid at 36 blocks of width
+# 512: vanilla E-SPA with Adam and with Muon, Pre-LN with Adam. SOAP's is three times Adam's: at width 256 its best was
+# five times Adam's for vanilla E-SPA, and ten times diverged.
+USUAL_RATES = {"adam": 3e-5, "adamw": 5e-4, "muon": 1e-3, "soap": 1e-4}
+MUON_VECTOR_RATE = 3e-5
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """App. H by default: Adam without weight decay, a rate of its own for the embedding, gradients clipped at 0.1.
+
+    rate: the highest rate of all but the embedding, which the schedule multiplies. None: USUAL_RATES of the optimiser.
+    embedding_rate: 2e-4 for WikiText-103, 5e-4 for C4 (App. H), whatever the network.
+    vector_rate: biases, norm and skip gains. None: `rate`; with Muon, whose rate is of another scale, 3e-5.
+    head_rate: an untied head's matrix. None: `rate`; with Muon, which leaves it to Adam, the embedding's.
+    role_rates: factors on `rate` by the role of a block's matrix, such as {"value": 0.5, "output": 0.5}.
+    weight_decay: on matrices and the embedding, never on vectors; in the gradient for "adam" (L2), apart from it
+        (Loshchilov and Hutter 2019) for the others.
+    betas, eps: Adam's, also for what Muon and SOAP leave to it. soap_betas: those of SOAP's matrices.
+    momentum, nesterov, newton_schulz_steps: Muon's. precondition_every (steps between new bases) and
+        max_precondition_width (a longer side keeps its own basis): SOAP's.
+    keep_orthogonal: roles whose matrices stay nearly orthogonal, such as ("value", "output"); two products of a matrix
+        with itself a step, in full precision. None by default, as in the paper.
+    clip: the largest global gradient norm; None leaves gradients alone.
+    """
+
+    name: Name = "adam"
+    rate: float | None = None
+    embedding_rate: float = 2e-4
+    vector_rate: float | None = None
+    head_rate: float | None = None
+    role_rates: dict[str, float] = field(default_factory=dict, hash=False)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.95
+    nesterov: bool = True
+    newton_schulz_steps: int = 5
+    soap_betas: tuple[float, float] = (0.95, 0.95)
+    precondition_every: int = 10
+    max_precondition_width: int = 10_000
+    clip: float | None = 0.1
+    keep_orthogonal: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("betas", "soap_betas"):
+            object.__setattr__(self, name, _pair(name, getattr(self, name)))
+        object.__setattr__(self, "role_rates", dict(self.role_rates))
+        object.__setattr__(self, "keep_orthogonal", _names(self.keep_orthogonal))
+        _check_choices(self)
+        _check_numbers(self)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """The highest rate of every group: "embedding", "head", "vectors" and each role."""
+        rate = USUAL_RATES[self.name] if self.rate is None else self.rate
+        vectors, head = (MUON_VECTOR_RATE, self.embedding_rate) if self.name == "muon" else (rate, rate)
+        return {
+            "embedding": self.embedding_rate,
+            "head": head if self.head_rate is None else self.head_rate,
+            "vectors": vectors if self.vector_rate is None else self.vector_rate,
+            **{role: rate * self.role_rates.get(role, 1.0) for role in ROLES},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "OptimizerConfig":
+        """The inverse of to_dict; lists stand for tuples, as JSON writes them."""
+        for name in data:
+            _known("OptimizerConfig has no field", name, tuple(f.name for f in dataclasses.fields(cls)))
+        return cls(**data)
+
+
+def _pair(name: str, value: Any) -> tuple[float, float]:
+    if len(value) != 2:
+        raise ValueError(f"{name} is {value!r}; it must be two decays, such as (0.9, 0.999)")
+    return float(value[0]), float(value[1])
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
+    if name not in allowed:
+        near = difflib.get_close_matches(name, allowed, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(allowed)}"
+        raise ValueError(f"{complaint} {name!r}; {hint}")
+
+
+def _check_choices(config: OptimizerConfig) -> None:
+    _known("there is no optimiser", config.name, NAMES)
+    for role in config.role_rates:
+        _known("role_rates names a matrix role that does not exist,", role, ROLES)
+    for role in config.keep_orthogonal:
+        _known("keep_orthogonal names a role whose matrices do not start orthogonal,", role, ORTHOGONAL_ROLES)
+
+
+def _check_numbers(config: OptimizerConfig) -> None:
+    rates = {name: getattr(config, name) for name in ("rate", "embedding_rate", "vector_rate", "head_rate")}
+    factors = {f"role_rates[{role!r}]": value for role, value in config.role_rates.items()}
+    for name, value in {**rates, **factors, "eps": config.eps, "weight_decay": config.weight_decay}.items():
+        if value is not None and not 0.0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be finite and not negative")
+    decays = {"momentum": config.momentum}
+    for name in ("betas", "soap_betas"):
+        decays |= {f"{name}[{index}]": value for index, value in enumerate(getattr(config, name))}
+    for name, value in decays.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} is {value!r}; a decay lies in [0, 1), such as 0.95")
+    for name in ("newton_schulz_steps", "precondition_every", "max_precondition_width"):
+        value, least = getattr(config, name), 0 if name == "max_precondition_width" else 1
+        if int(value) != value or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if config.clip is not None and not config.clip > 0.0:
+        raise ValueError(f"clip is {config.clip!r}; it must be positive (0.1 in the paper), or None for no clipping")
+
+
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list",
+    dict: "a mapping",
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on: a prepared folder, or a corpus that is prepared first (see `skipless prepare`).
+
+    valid is an optional second prepared folder, by the same tokenizer, whose held-out split serves for validation
+    instead of the first one's. packed keeps attention within documents.
+    """
+
+    corpus: str = "stdlib"
+    folder: str | None = None
+    valid: str | None = None
+    vocab: int | None = None
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The schedule of a run. Defaults are App. H's for WikiText-103.
+
+    cuda_graph: the whole step as one CUDA graph; "auto" where it can be, with a word where not, "on" or an error.
+    """
+
+    steps: int = 100_000
+    batch_size: int = 16
+    length: int = 512
+    warmup: int = 4_000
+    accumulate: int = 1
+    seed: int = 0
+    precision: Precision = "bf16"
+    compile: bool = True
+    cuda_graph: Literal["auto", "on", "off"] = "auto"
+    impl: str = "auto"
+    recompute: bool = False
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    ema: float = 0.01
+    log_every: int = 10
+    eval_every: int = 1_000
+    eval_tokens: int = 262_144
+    checkpoint_every: int = 1_000
+    keep: int = 2
+    probe_at: tuple[int, ...] = ()
+    on_divergence: Literal["stop", "halve-lr"] = "stop"
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "length", "accumulate", "log_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("warmup", "eval_every", "checkpoint_every", "eval_tokens", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 0 (0 means never)")
+        if self.warmup >= self.steps:
+            raise ValueError(
+                f"train.warmup={self.warmup} leaves no step of {self.steps} for the cosine; {self.steps // 10} is usual"
+            )
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"train.accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
+        if not 0.0 < self.ema <= 1.0:
+            raise ValueError(f"train.ema is {self.ema}; the smoothing factor must lie in (0, 1] (App. H: 0.01)")
+        object.__setattr__(self, "probe_at", tuple(self.probe_at))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run: a network, its data, its optimiser and its schedule. Recipes are functions that return one."""
+
+    name: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def to_json(self) -> str:
+        """The whole configuration as JSON; from_json gives back an equal object."""
+        parts = {"data": self.data, "optimizer": self.optimizer, "train": self.train}
+        plain = {name: dataclasses.asdict(part) for name, part in parts.items()}
+        return json.dumps({"name": self.name, "model": self.model.to_dict(), **plain}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Experiment":
+        """The inverse of to_json; unknown fields, and values of another type than the field's, are errors."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or not isinstance(data.get("name"), str):
+            raise ValueError(f'an experiment is a mapping with a name, such as {{"name": "mine"}}, not {text[:40]!r}')
+        plain = _checked_fields(cls, data, "an experiment")
+        try:
+            model = ModelConfig.from_dict(plain.get("model", {}))
+        except TypeError as error:  # of the scheme or activation, which take what their class does
+            raise ValueError(f"model cannot be read: {error}") from error
+        data, optimizer, train = (plain.get(name, {}) for name in ("data", "optimizer", "train"))
+        return cls(plain["name"], model, DataConfig(**data), OptimizerConfig(**optimizer), TrainConfig(**train))
+
+    def override(self, *assignments: str) -> "Experiment":
+        """A copy with fields set from text: override("train.steps=500", "model.scheme.gamma_final=0.2")."""
+        changes: dict[tuple[str, ...], str] = {}
+        for assignment in assignments:
+            path, equals, text = assignment.partition("=")
+            if not equals:
+                raise ValueError(f"--set {assignment!r} has no '='; write it as train.steps=500")
+            changes[tuple(path.strip().split("."))] = text.strip()
+        return _changed(self, changes, "")
+
+
+def _checked_fields(kind: Any, data: Any, where: str) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them, each of its type."""
+    known = [f.name for f in dataclasses.fields(kind)]
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {data!r}; it must be a mapping of {', '.join(known)}")
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{where} has no field {name!r}; {_nearest(name, known)}")
+    hints, prefix = typing.get_type_hints(kind), "" if kind is Experiment else f"{where}."
+    return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
+
+
+def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> Any:
+    """A copy of `target` with all changes made at once, so that values which depend on each other may change."""
+    known = [f.name for f in dataclasses.fields(target)]
+    values: dict[str, Any] = {}
+    for name in dict.fromkeys(path[0] for path in changes):
+        if name not in known:
+            raise ValueError(
+                f"--set {prefix}{name}: {type(target).__name__} has no such field; {_nearest(name, known)}"
+            )
+        below = {path[1:]: text for path, text in changes.items() if path[0] == name}
+        values[name] = _value(getattr(target, name), typing.get_type_hints(type(target))[name], below, prefix + name)
+    return target.replace(**values) if isinstance(target, ModelConfig) else dataclasses.replace(target, **values)
+
+
+def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], str], name: str) -> Any:
+    """A field's new value: as a whole, by its own fields, or by the keys of a mapping."""
+    parts = {path: text for path, text in changes.items() if path}
+    if parts and () in changes and typing.get_origin(hint) is not dict:
+        part = ".".join((name, *next(iter(parts))))
+        raise ValueError(f"--set names {name} as a whole and {part} within it; one of the two would be lost")
+    whole = {(): parse(changes[()], hint, name)} if () in changes else {}
+    if typing.get_origin(hint) is dict:
+        deeper = next((path for path in parts if len(path) > 1), None)
+        if deeper is not None:
+            raise ValueError(f"--set {name}.{'.'.join(deeper)}: {name}.{deeper[0]} is a plain value")
+        kind = typing.get_args(hint)[1]
+        return {**whole.get((), old), **{key: parse(text, kind, f"{name}.{key}") for (key,), text in parts.items()}}
+    if parts and not dataclasses.is_dataclass(old):
+        raise ValueError(f"--set {name}: it is a plain value, so nothing lies below it")
+    return whole[()] if whole else _changed(old, parts, f"{name}.")
+
+
+def parse(text: str, hint: Any, name: str) -> Any:
+    """The value of `text` for a field's type: int, float, bool, str, a choice, an optional, a tuple or a mapping."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _parse_union(text, args, name)
+    if origin is Literal:
+        return _choice(text, args, name)
+    if origin is tuple:
+        parts = (part.strip().strip("\"'") for part in text.strip("()[]").split(","))
+        return tuple(parse(part, args[0], name) for part in parts if part)
+    if hint is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(f"{name} is {text!r}; it must be {_KINDS[bool]}")
+        return text.lower() in ("true", "1")
+    if hint in (int, float):
+        try:
+            return int(text.replace("_", "")) if hint is int else float(text)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}; it must be {_KINDS[hint]}") from None
+    if hint is str:
+        return text
+    if dataclasses.is_dataclass(hint):
+        first = dataclasses.fields(hint)[0].name
+        raise ValueError(f"{name} cannot be set from text; set a field below it, such as {name}.{first}=…")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'{name} is {text!r}, which is not JSON ({error}); write it as {{"value": 0.5}}') from None
+    if origin is dict and not isinstance(value, dict):
+        raise ValueError(f'{name} is {text!r}, not a mapping; write it as {{"value": 0.5}}, or set {name}.value=0.5')
+    return value
+
+
+def _parse_union(text: str, kinds: tuple, name: str) -> Any:
+    if type(None) in kinds and text.lower() in ("none", "null"):
+        return None
+    errors = []
+    for kind in sorted((k for k in kinds if k is not type(None)), key=lambda k: k is str):
+        if dataclasses.is_dataclass(kind):
+            continue
+        try:
+            return parse(text, kind, name)
+        except ValueError as error:
+            errors.append(str(error))
+    raise ValueError(errors[0] if errors else f"{name} cannot be set from text; set a field below it")
+
+
+def check(value: Any, hint: Any, name: str) -> Any:
+    """A value out of JSON for a field's type, its lists as tuples; ValueError where `parse` has one for text."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for kind in args if kind is not type(None)]
+        mixed = len(kinds) > 1  # schemes and activations, which ModelConfig checks
+        return value if mixed or (value is None and type(None) in args) else check(value, kinds[0], name)
+    if origin is Literal:
+        return _choice(value, args, name)
+    if dataclasses.is_dataclass(hint):
+        return _checked_fields(hint, value, name)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(check(part, args[0], name) for part in value)
+    if origin is dict and isinstance(value, dict):
+        return {key: check(part, args[1], f"{name}.{key}") for key, part in value.items()}
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    kind = origin or hint
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, int | float if kind is float else kind):
+        raise ValueError(f"{name} is {value!r}; it must be {_KINDS[kind]}")
+    return value
+
+
+def _choice(value: Any, allowed: tuple, name: str) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(known)}"

@@ -1,0 +1,139 @@
+"""The whole training step as one CUDA graph: the host starts one thing a step instead of thousands of kernels."""
+
+import gc
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from skipless.data.loader import Batch
+from skipless.model.transformer import Transformer
+from skipless.ops.cuda_graph import CudaRecorder, Recorder, Replay
+from skipless.training.config import Experiment
+from skipless.training.distributed import World
+from skipless.training.optim.build import Composite
+from skipless.training.step import TrainStep
+
+logger = logging.getLogger("skipless")
+
+# Compiling takes the first; torch asks for a few before capture, in which libraries set themselves up.
+_WARM_UP = 3
+
+
+def refusal(experiment: Experiment, world: World) -> str | None:
+    """Why this run's step cannot be a CUDA graph, or None."""
+    if world.device.type != "cuda":
+        return f"the device is {world.device}, and CUDA graphs need an NVIDIA GPU"
+    if world.size > 1:
+        return f"the run has {world.size} processes, whose communication is not captured"
+    if experiment.model.position == "relative":
+        return "relative positions read their furthest distance from the device"
+    return None
+
+
+def chosen(experiment: Experiment, world: World) -> bool:
+    """Whether the run uses a graph, by train.cuda_graph: "auto" says why it does not, "on" refuses to run without."""
+    choice, why = experiment.train.cuda_graph, refusal(experiment, world)
+    if choice == "on" and why is not None:
+        raise ValueError(f"train.cuda_graph is 'on', but {why}; use --set train.cuda_graph=auto")
+    if choice == "auto" and why is not None:
+        logger.info("train.cuda_graph='auto' runs the step without a CUDA graph: %s", why)
+    return choice != "off" and why is None
+
+
+class GraphedStep:
+    """A TrainStep whose updates are replayed from a graph; every step from the first, and to the same result.
+
+    The first call runs the update a few times and puts back what it changed, then captures it. From then on a call
+    copies its batch into the graph's tensors, fills the rates and replays: nothing waits for the device. It captures
+    anew for a batch of another shape, and after the optimiser has loaded a state, which replaces its tensors. A first
+    step that is unlike the others (SOAP's) runs as it is.
+
+    The optimiser's rates must be tensors: build_optimizer(…, capturable=True). recorder stands in for CUDA in tests.
+    """
+
+    def __init__(self, step: TrainStep, recorder: Recorder | None = None):
+        self._step, self._recorder = step, recorder or CudaRecorder()
+        self._replay: Replay | None = None
+        self._inputs: Batch | None = None
+        self._rates: list[Tensor] = []
+        self._read: object = None
+        step.use_twins()
+        for group in step.optimizer.param_groups:
+            if not isinstance(group["lr"], Tensor):
+                raise ValueError(
+                    f"the rate of group {group['name']!r} is the number {group['lr']}, which a graph would repeat for "
+                    "ever; use build_optimizer(…, capturable=True)"
+                )
+
+    def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Update the parameters by the batch of `step`; the tensors returned are the caller's own."""
+        self._step.set_rates(step)
+        if isinstance(optimizer := self._step.optimizer, Composite) and not optimizer.begun:
+            return self._step(step, batch)
+        if self._stale(batch):
+            self._capture(batch)
+        self._step.refresh()
+        assert self._inputs is not None
+        assert self._replay is not None
+        for own, new in zip(_tensors(self._inputs), _tensors(batch), strict=True):
+            own.copy_(new, non_blocking=True)
+        loss, norm = self._replay()
+        self._step.renew()
+        return loss.clone(), norm.clone()
+
+    def _stale(self, batch: Batch) -> bool:
+        if self._inputs is None:
+            return True
+        rates = [group["lr"] for group in self._step.optimizer.param_groups]
+        same_rates = all(a is b for a, b in zip(rates, self._rates, strict=True))
+        return not same_rates or [t.shape for t in _tensors(batch)] != [t.shape for t in _tensors(self._inputs)]
+
+    def _capture(self, batch: Batch) -> None:
+        step, self._replay, self._inputs = self._step, None, None
+        inputs = batch.map(torch.clone)
+        with unchanged(step.model, step.optimizer):
+            for _ in range(_WARM_UP):
+                self._recorder.warm_up(lambda: step.update(inputs))
+        self._rates = [group["lr"] for group in step.optimizer.param_groups]
+        if isinstance(model := step.model, Transformer):  # which may replace what the graph reads
+            self._read = model.prepare(inputs.inputs.shape[1], model.embedding.weight)
+        gc.collect()  # what the warm-up left behind must not be freed while kernels are recorded
+        try:
+            self._replay = self._recorder.capture(lambda: step.update(inputs))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the training step could not be captured in a CUDA graph ({error}); use --set train.cuda_graph=off"
+            ) from error
+        self._inputs = inputs
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    return [batch.tokens] if batch.documents is None else [batch.tokens, batch.documents]
+
+
+@contextmanager
+def unchanged(model: nn.Module, optimizer: Optimizer) -> Generator[None]:
+    """Put back the parameters and the optimiser's state after what runs inside; a state that is new starts at zero.
+
+    In place, so that a graph finds the tensors where they were. What is kept meanwhile takes no memory of the device.
+    """
+    parameters = list(model.parameters())
+    values = [_on_host(p) for p in parameters]
+    states = {p: {name: _on_host(value) for name, value in state.items()} for p, state in optimizer.state.items()}
+    yield
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+        for parameter, state in optimizer.state.items():
+            kept = states.get(parameter, {})
+            for name, value in state.items():
+                value.copy_(kept[name]) if name in kept else value.zero_()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,152 @@
+"""Divergence: noticed, explained, and probed on the way."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from skipless.model.transformer import Transformer
+from skipless.theory import kernels
+from skipless.theory.certificate import Band
+from skipless.training.optim.half_weights import gradient_of
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Σ_0 … Σ_L of one sequence, (L+1, T, T), at one step: the paper's kernels-during-training figure."""
+
+    step: int
+    states: np.ndarray
+
+    def summary(self) -> dict[str, float]:
+        """The last block's diagonal and cosine, and the extremes of the diagonal over depth: what a log line holds."""
+        diagonals = np.diagonal(self.states, axis1=1, axis2=2)
+        return {
+            "diagonal_min": float(diagonals.min()),
+            "diagonal_max": float(diagonals.max()),
+            "diagonal_last": float(diagonals[-1].mean()),
+            "cosine_last": kernels.mean_cosine(self.states[-1]),
+        }
+
+    def save(self, folder: Path) -> Path:
+        """probes/step-….npz in float32, written aside and renamed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step-{self.step:08d}.npz"
+        aside = path.with_suffix(".partial")
+        with aside.open("wb") as file:
+            np.savez_compressed(file, step=self.step, states=self.states.astype(np.float32))
+        aside.replace(path)
+        return path
+
+
+@torch.no_grad()
+def measure(model: Transformer, tokens: Tensor, step: int, most: int = 128) -> Probe:
+    """The kernels of the first row's first `most` tokens, block by block; memory of one activation at a time.
+
+    Compiled blocks are run as written: a length and a precision met once are not worth compiling for.
+    """
+    tokens = tokens[:1, :most]
+    placement, x = model.placement(tokens), model.embed(tokens)
+    states = [_kernel(x)]
+    for block in model.each_block():
+        x = block.forward(x, placement)
+        states.append(_kernel(x))
+    return Probe(step, np.stack(states))
+
+
+def _kernel(x: Tensor) -> np.ndarray:
+    return kernels.of_activations(x[0].float().cpu().numpy())
+
+
+class Diverged(RuntimeError):
+    """The run has left the numbers: carries the step, from 1, at which loss or gradient were first not finite."""
+
+    def __init__(self, step: int, text: str):
+        self.step = step
+        super().__init__(text)
+
+    @classmethod
+    def at(cls, step: int, loss: float, gradient: float, report: str) -> "Diverged":
+        """The error with what is known, and what to do."""
+        return cls(step, f"diverged at step {step}: loss {loss:g}, gradient norm {gradient:g}. {report}")
+
+
+class GradientWatch:
+    """Warns when the gradient norm leaves its own recent band: `factor` times the median of the last `window` steps."""
+
+    def __init__(self, window: int = 100, factor: float = 20.0):
+        self._recent: deque[float] = deque(maxlen=window)
+        self._factor, self._quiet_until = factor, 0
+
+    def see(self, step: int, norm: float) -> str | None:
+        """A warning, or None. After one it stays quiet for a window."""
+        usual = median(self._recent) if len(self._recent) >= 10 else math.inf
+        self._recent.append(norm)
+        if norm <= self._factor * usual or step < self._quiet_until:
+            return None
+        self._quiet_until = step + (self._recent.maxlen or 0)
+        return (
+            f"step {step}: the gradient norm {norm:.3g} is {norm / usual:.0f} times its recent median {usual:.3g}; "
+            "divergence often follows. A lower optimizer.rate or a longer warm-up helps."
+        )
+
+
+def diagonal_warning(step: int, summary: dict[str, float]) -> str | None:
+    """A warning when a probe's squared norms have left the certificate's band."""
+    low, high, band = summary["diagonal_min"], summary["diagonal_max"], Band().lost_norm
+    if 1.0 / band <= low and high <= band:
+        return None
+    return f"step {step}: squared activation norms span [{low:.3g}, {high:.3g}], outside the certificate's band."
+
+
+def check_finite(
+    model: nn.Module, first_step: int, losses: list[float], gradients: list[float], scale: float = 1.0
+) -> None:
+    """Raise Diverged at the first step whose loss or gradient norm is not finite, with the norms per block.
+
+    scale: of the gradients that the last step has left behind.
+    """
+    for offset, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
+        if not (math.isfinite(loss) and math.isfinite(gradient)):
+            report = f"{norms_by_block(model, scale)} {advice(model)}".strip()
+            raise Diverged.at(first_step + offset, loss, gradient, report)
+
+
+def advice(model: nn.Module) -> str:
+    """What to change; without skips also what holds great depth together (results/depth-steady-small.md)."""
+    words = "Lower optimizer.rate, or set train.on_divergence=halve-lr."
+    if not isinstance(model, Transformer) or not model.config.skipless:
+        return words
+    return (
+        "Networks without skips want rates about ten times below Pre-LN's, and their MLPs the lowest, the more so the "
+        "deeper they are: --set optimizer.role_rates.up=0.2 --set optimizer.role_rates.down=0.2. "
+        f"Or: {words[0].lower()}{words[1:]}"
+    )
+
+
+@torch.no_grad()
+def norms_by_block(model: nn.Module, scale: float = 1.0) -> str:
+    """Parameter and gradient norms of each block, the first bad one named."""
+    if not isinstance(model, Transformer):
+        return ""
+    lines = []
+    for index, block in enumerate(model.each_block()):
+        weight = _norm(list(block.parameters()))
+        slope = _norm([g for p in block.parameters() if (g := gradient_of(p)) is not None]) / scale
+        lines.append((index, weight, slope))
+    bad = [i for i, weight, slope in lines if not (math.isfinite(weight) and math.isfinite(slope))]
+    first = f"Block {bad[0] + 1} is the first that is not finite." if bad else "All blocks are finite again."
+    table = ", ".join(f"{i + 1}: {weight:.3g}/{slope:.3g}" for i, weight, slope in lines)
+    return f"{first} Norms per block (weights/gradients): {table}."
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm([t.detach().float() for t in tensors])
+    return float(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))

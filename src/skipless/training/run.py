@@ -1,0 +1,503 @@
+"""A run's folder: experiment.json, env.json, metrics.jsonl, and how far it has come."""
+
+import json
+import logging
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+import skipless
+from skipless.data.store import fingerprint
+from skipless.files import ASIDE, storing, write_whole
+from skipless.training.config import Experiment
+from skipless.training.distributed import is_main, on_main, world_size
+
+_PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")
+
+
+def environment() -> dict[str, Any]:
+    """Everything outside the experiment that a result may depend on. No environment variables: they hold secrets."""
+    cuda = torch.cuda.is_available()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "skipless": skipless.__version__,
+        "git": git_state(Path(skipless.__file__).parent),
+        "torch": torch.__version__,
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else (platform.processor() or platform.machine()),
+        "world_size": world_size(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that tracks the code in `folder`, and whether files there differ from it; else None."""
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie inside another checkout
+        return {"commit": _git(folder, "rev-parse", "HEAD"), "dirty": bool(_git(folder, "status", "--porcelain", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, env=quiet)
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """All whole lines; a last one that is being written, or that a kill cut short, is left out.
+
+    path: the file, or the run's folder. Numbers that are not finite are NaN and Infinity, as Python's json has them.
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; a run writes it as it trains")
+    lines = path.read_bytes().split(b"\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("it has no step")
+            records.append(record)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}, is damaged ({error}); delete the line to read the rest"
+            ) from error
+    return records
+
+
+class MetricsLog:
+    """Appends records to the file; opened at the first one."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = None
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write a line and hand it to the system: it outlives this process."""
+        if "step" not in record:
+            raise ValueError(f"record {record} has no 'step'; resuming could not tell whether to keep it")
+        line = json.dumps(record) + "\n"
+        if self._file is None:
+            if self.path.is_file():
+                self._keep(read_metrics(self.path))  # no line is added to half of one
+            self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError:
+            with suppress(OSError):  # it would be written again, and its second error hide the first
+                self.close()
+            raise
+
+    def sync(self) -> None:
+        """Flush to the disk: lines outlive the machine."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
+        """Keep the lines up to `step`, none for None; of losses only those of steps that are `due`."""
+        self.close()
+
+        def kept(record: dict[str, Any]) -> bool:
+            extra = due is not None and "loss" in record and not due(record["step"])
+            return step is not None and record["step"] <= step and not extra
+
+        if self.path.is_file():
+            self._keep([record for record in read_metrics(self.path) if kept(record)])
+
+    def close(self) -> None:
+        """Close the file; the next record opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _keep(self, records: list[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(record) + "\n" for record in records).encode()
+        if text != self.path.read_bytes():
+            write_whole(self.path, text)
+
+
+# Dense bfloat16 peaks in FLOP/s, by a part of the device's name; MFU is shown where the device is known.
+_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One logged interval, after `step` updates."""
+
+    step: int
+    loss: float
+    ema: float
+    rate: float
+    gradient: float
+    tokens_per_second: float
+
+    def as_record(self) -> dict[str, float | int]:
+        """For metrics.jsonl. Time is left out, so that equal runs have equal logs."""
+        return {"step": self.step, "loss": self.loss, "ema": self.ema, "rate": self.rate, "gradient": self.gradient}
+
+
+class Display:
+    """Shows lines of a run of `steps` steps. flops_per_token is 6 per parameter plus attention's, for MFU."""
+
+    def __init__(self, name: str, steps: int, *, flops_per_token: float = 0.0, device: str = "", quiet: bool = False):
+        self.name, self.steps, self.quiet = name, steps, quiet
+        self.flops_per_token = flops_per_token
+        self.peak = next((peak for part, peak in _PEAKS.items() if part in device), None)
+        self._began, self._first, self._last_said = time.monotonic(), None, 0.0
+        self._live: Any = _rich_progress(name, steps) if not quiet and sys.stderr.isatty() else None
+
+    def show(self, line: Line) -> None:
+        """The newest line: always on the bar, every few seconds as text."""
+        if self._first is None:
+            self._first = (line.step, time.monotonic())
+        text = self._text(line)
+        if self._live is not None:
+            self._live.update(self._live.task_ids[0], completed=line.step, description=text)
+            return
+        now = time.monotonic()
+        if not self.quiet and (now - self._last_said > 5.0 or line.step >= self.steps):
+            self._last_said = now
+            print(f"{self.name} {line.step}/{self.steps}  {text}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own: an evaluation, a warning, a checkpoint."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        elif not self.quiet:
+            print(f"{self.name} {text}", file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _text(self, line: Line) -> str:
+        text = (
+            f"loss {line.loss:.3f}  ema {line.ema:.3f}  grad {line.gradient:.2g}  {line.tokens_per_second:,.0f} tok/s"
+        )
+        if self.peak:
+            text += f"  MFU {100 * line.tokens_per_second * self.flops_per_token / self.peak:.0f}%"
+        eta = self._eta(line.step)
+        return text + (f"  {eta} left" if eta else "")
+
+    def _eta(self, step: int) -> str:
+        if self._first is None or step <= self._first[0]:
+            return ""
+        pace = (time.monotonic() - self._first[1]) / (step - self._first[0])
+        seconds = math.ceil(pace * (self.steps - step))
+        hours, rest = divmod(seconds, 3600)
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+
+
+class Board:
+    """TensorBoard's event files, where the package is installed."""
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "TensorBoard is not installed: pip install 'skipless[log]', or leave out --tensorboard"
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Every number of a log record, by its step."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def _rich_progress(name: str, steps: int):
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn(name), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task("", total=steps)
+    progress.start()
+    return progress
+
+
+EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK = (
+    "experiment.json",
+    "data.json",
+    "env.json",
+    "metrics.jsonl",
+    "finished.json",
+    ".lock",
+)
+CHECKPOINTS, EXPORT = "checkpoints", "export"
+FREE = ("train.keep",)  # settings that may change when a run goes on
+logger = logging.getLogger("skipless")
+
+
+class RunFinishedError(ValueError):
+    """The run in the folder has reached its last step: there is nothing to train."""
+
+
+class RunFolder:
+    """The folder of one run, held by one training at a time; a context manager that lets go of it at the end.
+
+    In a distributed run every process opens it; the main one writes, for the others `log` and the rest do nothing.
+    """
+
+    def __init__(self, path: Path, experiment: Experiment, lock: IO[str] | None):
+        self.path, self.experiment = path, experiment
+        self.metrics = path / METRICS
+        self.checkpoints, self.export = path / CHECKPOINTS, path / EXPORT
+        self._lock = lock
+        self._log = MetricsLog(self.metrics) if lock is not None else None
+
+    @classmethod
+    def open(cls, path: str | Path, experiment: Experiment, *, resume: bool) -> "RunFolder":
+        """Make the folder that of `experiment`, or take up what is there with resume=True.
+
+        ValueError if it holds a run with other settings (naming each) or tokens, one that needs --resume, files of
+        something else, or if another process is training there; RunFinishedError if there is nothing left to do.
+        resume=True where no run has begun starts one, so that a command can always be run again with --resume.
+        """
+        path = Path(path)
+        locks: list[IO[str]] = []
+
+        def claim() -> None:
+            with storing(path):
+                _check_place(path)
+                path.mkdir(parents=True, exist_ok=True)
+                locks.append(_lock(path))
+                try:
+                    _claim(path, experiment, resume)
+                except BaseException:
+                    locks.pop().close()
+                    raise
+
+        on_main(claim)
+        return cls(path, experiment, locks[0] if is_main() else None)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Add a line to metrics.jsonl; a kill loses no line that was logged. The record has a "step"."""
+        if self._log is not None:
+            with storing(self.metrics):
+                self._log.add(record)
+
+    def sync(self) -> None:
+        """Flush metrics.jsonl to the disk; call it before a checkpoint, which must not survive the lines before it."""
+        if self._log is not None:
+            with storing(self.metrics):
+                self._log.sync()
+
+    def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
+        """Drop lines after the checkpoint's step, so that the log becomes that of a run without interruption.
+
+        None, for no checkpoint, drops all, and `due` the losses of other steps, which a run logs only as it stops. So
+        lines of step s are to be logged before the checkpoint of step s. Where records count from 0 and checkpoints
+        count updates, the last line that belongs to one is rewind(step - 1)'s.
+        """
+        if self._log is not None:
+            with storing(self.metrics):
+                self._log.rewind(step, due)
+
+    def finish(self, **summary: Any) -> None:
+        """Mark the run as finished, with what is worth knowing at a glance."""
+        if self._log is not None:
+            self.sync()
+            with storing(self.path / FINISHED):
+                write_whole(self.path / FINISHED, json.dumps(summary, indent=2).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the log and let go of the folder."""
+        try:
+            if self._log is not None:
+                with storing(self.metrics):
+                    self._log.close()
+        finally:
+            if self._lock is not None:
+                self._lock.truncate(0)
+                self._lock.close()
+                self._lock = None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_experiment(path: str | Path) -> Experiment:
+    """The configuration of the run in a folder."""
+    file = Path(path) / EXPERIMENT
+    if not file.is_file():
+        raise ValueError(f"{path} is not a run (no {EXPERIMENT}); `skipless train` makes one")
+    try:
+        return Experiment.from_json(file.read_text())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged or of another version ({error}); use another folder") from error
+
+
+def _check_place(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; a run needs a folder")
+    own = (EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK, CHECKPOINTS, EXPORT)
+    foreign = (
+        [file.name for file in path.iterdir() if file.name not in own and file.suffix != ASIDE] if path.exists() else []
+    )
+    if foreign and not (path / EXPERIMENT).is_file():
+        raise ValueError(
+            f"{path} holds other files ({', '.join(sorted(foreign)[:3])}); give the run a folder of its own"
+        )
+
+
+def _lock(path: Path) -> IO[str]:
+    """The lock file, held until it is closed or the process ends, however that ends: a kill leaves no stale lock."""
+    file = (path / LOCK).open("a+")
+    file.seek(0)
+    holder, here = file.read().strip(), f"on {socket.gethostname()}"
+    if not _free(file, holder, here):
+        file.close()
+        raise ValueError(
+            f"{holder or 'another process'} is training in {path}; wait for it, stop it, or use another folder. If it "
+            f"no longer exists, delete {path / LOCK}"
+        )
+    if holder and not holder.endswith(here):
+        logger.warning("%s was last trained by %s; if that still runs, stop it: two would spoil the run", path, holder)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} {here}\n")
+    file.flush()
+    return file
+
+
+def _free(file: IO[str], holder: str, here: str) -> bool:
+    """Whether no one else has the lock; by the holder's number where the file system knows no locks."""
+    try:
+        fcntl = import_module("fcntl")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        return True  # Windows
+    except BlockingIOError:
+        return False
+    except OSError:
+        if not holder.endswith(here):
+            return not holder
+        try:
+            os.kill(int(holder.split()[1]), 0)
+        except ProcessLookupError:
+            return True
+        return False
+    return True
+
+
+def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
+    file = path / EXPERIMENT
+    begun = file.is_file() and _trained(path)
+    if begun:
+        _check_same(path, read_experiment(path), experiment)
+        if (path / FINISHED).is_file():
+            raise RunFinishedError(f"the run in {path} is finished; to train again, use another folder")
+        if not resume:
+            raise ValueError(f"{path} holds this run, unfinished: add --resume to go on, or use another folder")
+        _check_tokens(path / DATA, experiment)
+    elif resume:
+        logger.info("%s holds no run yet: it starts from the beginning", path)
+    for name in (CHECKPOINTS, EXPORT):
+        (path / name).mkdir(exist_ok=True)
+    for leftover in path.glob(f"*{ASIDE}"):
+        leftover.unlink()
+    _note_environment(path / ENVIRONMENT, begun)
+    if not begun:
+        write_whole(path / DATA, json.dumps(_fingerprints(experiment), indent=2).encode() + b"\n")
+        write_whole(file, experiment.to_json().encode() + b"\n")
+
+
+def _trained(path: Path) -> bool:
+    """Whether a run has come to anything; a start that was refused has not, and its folder is free."""
+    metrics = path / METRICS
+    logged = metrics.is_file() and metrics.stat().st_size > 0
+    return logged or (path / FINISHED).is_file() or any((path / CHECKPOINTS).glob("step-*"))
+
+
+def _note_environment(file: Path, begun: bool) -> None:
+    noted = environment()
+    if begun and file.is_file():
+        try:
+            first = dict(json.loads(file.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
+        noted = {**first, "resumed": [*first.get("resumed", []), noted]}
+    write_whole(file, json.dumps(noted, indent=2).encode() + b"\n")
+
+
+def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
+    old, new = (_flat(json.loads(one.to_json())) for one in (there, here))
+    differing = [
+        f"{name} is {old.get(name)!r} there, {new.get(name)!r} here"
+        for name in sorted((old.keys() | new.keys()).difference(FREE))
+        if old.get(name) != new.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{path} holds a run with other settings: {'; '.join(differing)}. To go on with that run, repeat its "
+            "settings and add --resume; for these settings, use another folder"
+        )
+
+
+def _fingerprints(experiment: Experiment) -> dict[str, str | None]:
+    folders = {"data.folder": experiment.data.folder, "data.valid": experiment.data.valid}
+    return {name: fingerprint(folder) for name, folder in folders.items() if folder is not None}
+
+
+def _check_tokens(file: Path, experiment: Experiment) -> None:
+    """Refuse tokens that were prepared anew since the run began; a folder of before such notes has none to compare."""
+    if not file.is_file():
+        return
+    try:
+        there = dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
+    for name, here in _fingerprints(experiment).items():
+        if here and there.get(name) not in (None, here):
+            raise ValueError(
+                f"{name} holds other tokens ({here}) than when the run in {file.parent} began ({there[name]}); prepare "
+                f"them again as they were, or use another folder for a new run. To go on regardless, delete {file}"
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found

@@ -1,0 +1,93 @@
+"""Pictures of a reproduction: every seed and every rate is there, and no line of the key runs into another."""
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from skipless.figures.kernels import Heading
+from skipless.figures.training import ArmCurve, kernels_by_stage, looks, reproduction
+
+HEADING = Heading("A title", "a subtitle")
+
+
+def arm(label, others=0, diverged=()):
+    steps = [100, 200, 300]
+    sweep = {1e-4: 5.2, 2e-4: 5.1} | dict.fromkeys(diverged, math.inf)
+    return ArmCurve(label, steps, [7.0, 6.0, 5.1], "5.10", sweep, [(steps, [7.1, 6.1, 5.3])] * others)
+
+
+def test_further_seeds_are_drawn_thinner_and_inside_the_axes():
+    far = ArmCurve("far", [1, 2], [7.0, 5.0], "8.00", {1e-4: 5.0}, [([1, 2], [9.0, 11.0])])
+    curves = reproduction([arm("two seeds", others=1), far], 7.5, HEADING).axes[0]
+    lines = [line for line in curves.lines if len(line.get_xdata()) > 1 and line.get_xdata()[0] != 0]
+    assert [line.get_linewidth() < 1.0 for line in lines] == [False, True, False, True]
+    assert curves.get_ylim()[1] > 11.0
+
+
+def test_marks_of_rates_at_which_several_arms_diverged_do_not_cover_each_other():
+    sweep = reproduction([arm("a", diverged=(1e-3,)), arm("b", diverged=(1e-3,))], 7.5, HEADING).axes[1]
+    heights = [line.get_ydata()[0] for line in sweep.lines if line.get_marker() == "x"]
+    assert len(set(heights)) == 2
+
+
+def test_crosses_and_thin_lines_are_explained_where_they_are():
+    def notes(*arms):
+        return [text.get_text() for axes in reproduction(arms, 7.5, HEADING).axes[:2] for text in axes.texts]
+
+    unigram = "unigram entropy, 7.50"
+    assert notes(arm("a")) == [unigram]
+    both = notes(arm("a", others=1), arm("b", diverged=(1e-3,)))
+    assert set(both) == {unigram, "thin: further seeds", "× diverged, or ended higher"}
+
+
+def test_a_network_that_learns_frequencies_alone_does_not_run_through_their_name():
+    flat = ArmCurve("flat", [1, 500, 1500], [8.0, 7.6, 7.51], "7.51", {1e-4: 7.51})
+    figure = reproduction([flat], 7.5, HEADING)
+    curves, renderer = figure.axes[0], FigureCanvasAgg(figure).get_renderer()
+    name = next(text for text in curves.texts if "unigram" in text.get_text())
+    assert name.get_window_extent(renderer).y1 < curves.transData.transform((0, 7.5))[1]
+
+
+def test_a_rate_that_ended_above_the_axes_is_not_lost():
+    high = ArmCurve("high", [1, 2], [7.0, 5.0], "5.00", {1e-4: 5.0, 1e-3: 11.0})
+    sweep = reproduction([high], 7.5, HEADING).axes[1]
+    crosses = [line for line in sweep.lines if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in crosses] == [[1e-3]]
+    assert all(line.get_ydata()[0] < sweep.get_ylim()[1] for line in crosses)
+
+
+def test_kernels_during_training_have_a_scale():
+    stages = {f"step {step}": {block: np.eye(4) for block in (0, 1, 36)} for step in (0, 100)}
+    figure = kernels_by_stage(stages, HEADING)
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["0", "", "0.5", "", "1"]
+    assert any(text.get_text() == "cosine between two locations" for text in figure.texts)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    assert all(figure.bbox.y0 <= axes.get_tightbbox(renderer).y0 for axes in figure.axes)
+
+
+@pytest.mark.parametrize("length", [10, 55, 90])
+def test_lines_of_the_key_do_not_run_into_each_other(length):
+    labels = [f"{number} {'n' * length}" for number in range(5)]
+    figure = reproduction([arm(label) for label in labels], 7.5, HEADING)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in figure.texts if text.get_text()[:1].isdigit()]
+    assert len(boxes) == 5
+    width = figure.bbox.width
+    for index, box in enumerate(boxes):
+        assert box.x1 < width
+        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+
+
+def test_a_kind_has_a_colour_and_a_way_a_line_style():
+    names = [f"{kind}/{way}" for kind in "abcde" for way in ("adam", "muon", "soap", "slow")]
+    found = {name: (str(look["color"]), look["linestyle"]) for name, look in zip(names, looks(names), strict=True)}
+    assert len(set(found.values())) == 20
+    assert len({found[f"a/{way}"][0] for way in ("adam", "muon", "soap", "slow")}) == 1
+    assert len({found[f"{kind}/soap"][1] for kind in "abcde"}) == 1
+
+
+@pytest.mark.parametrize("names", [[f"arm {n}" for n in range(11)], ["a", *(f"a/{n}" for n in range(6))]])
+def test_with_more_kinds_or_ways_than_looks_no_two_arms_look_alike(names):
+    assert len({(str(look["color"]), look["linestyle"]) for look in looks(names)}) == len(names)

@@ -1,0 +1,93 @@
+"""Zeros and what is not a number are never taken for a healthy signal, forward or backward."""
+
+import math
+
+import pytest
+import torch
+
+import skipless
+from skipless.inspection.callback import SignalCallback
+from skipless.inspection.inspect import inspect
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
+from skipless.theory.schemes import ExponentialSPA, StandardAttention
+
+
+def network(scheme=None, depth: int = 24) -> Transformer:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "width": 64, "heads": 4, "length": 16}
+    return Transformer(ModelConfig(**sizes, depth=depth, hidden=0, scheme=scheme or ExponentialSPA()))
+
+
+IDS = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_location_of_norm_zero_does_not_hide_a_collapse():
+    model, ids = network(StandardAttention()), IDS.clone()
+    whole = inspect(model, ids)
+    with torch.no_grad():
+        model.embedding.weight[0] = 0
+    ids[0, 0] = 0
+    found = inspect(model, ids)
+    assert found.verdict.kind == whole.verdict.kind == "collapse"
+    assert found.verdict.block == pytest.approx(whole.verdict.block, abs=2)
+    with pytest.raises(AssertionError, match="Rank collapse at block"):
+        skipless.assert_signal_preserved(model, ids)
+
+
+def test_one_location_alone_is_no_signal():
+    model = network(depth=4)
+    alone = torch.zeros(16, 1)
+    alone[-1] = 1.0
+    model.blocks[1].register_forward_hook(lambda module, args, out: out * alone)
+    found = inspect(model, IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("vanishing", 2)
+    assert "at most one location" in found.verdict.text
+
+
+def poisoned(value: float):
+    """A hook that multiplies the gradient of one location of one row."""
+    factor = torch.ones(2, 16, 1)
+    factor[1, 3] = value
+
+    def hook(module, args, out):
+        out.register_hook(lambda gradient: gradient * factor)
+
+    return hook
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("block", [1, 3, 6])
+def test_gradients_that_are_not_finite_are_a_loss_and_named(value, block):
+    model = network(depth=6)
+    model.blocks[block - 1].register_forward_hook(poisoned(value))
+    found = inspect(model, IDS, labels=IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("explosion", block), found.verdict.text
+    assert "not finite" in found.verdict.text
+    assert not math.isfinite(found.locations["gradient"][0, 3])
+    with pytest.raises(AssertionError, match=f"not finite at block {block}"):
+        skipless.assert_signal_preserved(model, IDS)
+
+
+def test_a_loss_that_is_not_a_number_is_a_loss():
+    with pytest.raises(AssertionError, match=r"not finite at block 4.*look at the head and at the loss"):
+        skipless.assert_signal_preserved(network(depth=4), IDS, loss=lambda logits: logits.sum() * math.nan)
+
+
+def test_a_gradient_of_zero_is_said():
+    with pytest.raises(AssertionError, match=r"all zero at block 4.*look at the head and at the loss"):
+        skipless.assert_signal_preserved(network(depth=4), IDS, loss=lambda logits: logits.sum() * 0.0)
+
+
+def test_a_step_that_diverges_is_logged_as_lost():
+    model = network(depth=4)
+    callback = SignalCallback(model, every=1, budget=1.0)
+    logged = []
+    for ids in (IDS, IDS):
+        callback.start(len(logged))
+        (model(ids).sum() * math.nan).backward()
+        logged.append(callback.finish(len(logged)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += parameter.grad  # from here on everything is NaN, the embedding too
+    assert [metrics["signal/lost_block"] for metrics in logged] == [4, 1]

@@ -1,0 +1,232 @@
+"""Kills and several processes. One interpreter start each: children are forked from it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMON = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
+from skipless.training.checkpoint import load_checkpoint, load_model, save_checkpoint, save_weights
+from skipless.training.config import Experiment
+from skipless.train.optim import OptimizerConfig, build_optimizer
+from skipless.training.run import RunFinishedError, RunFolder
+
+torch.set_num_threads(1)
+FOLDER = Path(sys.argv[1])
+CONFIG = ModelConfig(vocab_size=32, width=16, depth=2, heads=2, length=8, activation="gelu")
+
+def make(name="adam", seed=0, wrap=lambda model: model):
+    torch.manual_seed(seed)
+    model = wrap(Transformer(CONFIG))
+    return model, build_optimizer(model, OptimizerConfig(name=name, rate=1e-2, precondition_every=2))
+
+def step(model, optimizer, index):
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(index))
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+def forked(work, patience):
+    "Run work in a child; kill it after `patience` seconds. Whether it came to its end."
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert status == 0, f"the child failed with {status}"
+            return True
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+"""
+
+KILLED_WHILE_SAVING = """
+def save_on_and_on(last=10**6):
+    model, optimizer = make()
+    step(model, optimizer, 0)
+    start = load_checkpoint(FOLDER, model, optimizer) or (0, {})
+    for number in range(start[0] + 1, last + 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(number)
+        save_checkpoint(FOLDER, number, model, optimizer, {"number": number}, keep=2)
+
+began = time.monotonic()
+assert forked(lambda: save_on_and_on(3), 60)
+pace = time.monotonic() - began
+chance, last, midway = random.Random(0), 3, 0
+for _ in range(15):
+    forked(save_on_and_on, pace * (0.3 + chance.random()))
+    midway += bool(list(FOLDER.glob(".step-*.tmp-*")))
+    model, optimizer = make(seed=1)
+    number, extra = load_checkpoint(FOLDER, model, optimizer)
+    assert extra == {"number": number} and number >= last, (number, extra, last)
+    assert all((parameter == number).all() for parameter in model.parameters())
+    last = number
+assert last > 3 and midway > 0, (last, midway)
+print("saved", last, "midway", midway)
+"""
+
+KILLED_WHILE_TRAINING = """
+STEPS = 40
+
+def whole(folder):
+    experiment = Experiment("killed", model=CONFIG)
+    with RunFolder.open(folder, experiment, resume=True) as run:
+        model, optimizer = make("muon", seed=os.getpid() % 1000)
+        found = load_checkpoint(run.checkpoints, model, optimizer)
+        if found is None:
+            model, optimizer = make("muon")
+        run.rewind(found[0] if found else None)
+        for index in range(found[0] if found else 0, STEPS):
+            run.log({"step": index + 1, "loss": step(model, optimizer, index)})
+            if (index + 1) % 4 == 0:
+                save_checkpoint(run.checkpoints, index + 1, model, optimizer, {}, keep=1)
+        save_weights(model, run.export / "model.safetensors")
+        run.finish(steps=STEPS)
+
+began = time.monotonic()
+assert forked(lambda: whole(FOLDER / "calm"), 60)
+pace = time.monotonic() - began
+chance, kills = random.Random(1), 0
+
+def again():
+    try:
+        whole(FOLDER / "killed")
+    except RunFinishedError:
+        pass  # the last kill came after the end was noted
+
+while not forked(again, pace * (0.1 + 0.2 * chance.random() + 0.03 * kills)):
+    kills += 1
+assert kills > 0, kills
+for name in ("metrics.jsonl", "export/model.safetensors"):
+    assert (FOLDER / "calm" / name).read_bytes() == (FOLDER / "killed" / name).read_bytes(), name
+print("kills", kills)
+"""
+
+SHARDED = """
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from skipless.training.distributed import leave
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+WRAPS = {"plain": lambda model: model, "fsdp": shard, "ddp": DistributedDataParallel}
+rank = int(os.environ["RANK"])
+
+def report(kind, name, model, optimizer, folder):
+    save_weights(model, folder / f"{kind}.safetensors")
+    losses = [step(model, optimizer, index) for index in range(5, 9)]
+    if rank == 0:
+        print(name, kind, *(repr(loss) for loss in losses), flush=True)
+
+def save(wrap, name):
+    model, optimizer = make(name, wrap=WRAPS[wrap])
+    for index in range(5):
+        step(model, optimizer, index)
+    save_checkpoint(FOLDER / name / wrap, 5, model, optimizer, {"wrap": wrap}, keep=2)
+    report(f"save-{wrap}", name, model, optimizer, FOLDER / name / wrap)
+
+def load(saved, wrap, name):
+    model, optimizer = make(name, seed=1, wrap=WRAPS[wrap])
+    assert load_checkpoint(FOLDER / name / saved, model, optimizer) == (5, {"wrap": saved})
+    report(f"load-{saved}-{wrap}", name, model, optimizer, FOLDER / name / saved)
+
+NAMES = ("adam", "muon", "soap")
+if rank == 0:  # a world of one
+    for name in NAMES:
+        save("plain", name)
+dist.init_process_group("gloo")
+dist.barrier()
+for name in NAMES:
+    load("plain", "ddp", name)
+    load("plain", "fsdp", name)
+    save("fsdp", name)
+    load("fsdp", "fsdp", name)
+    full = FOLDER / name / "full"
+    model, optimizer = make(name, wrap=shard)
+    original = torch.distributed.checkpoint.filesystem._write_files_from_queue
+    def no_space(*arguments, **named):
+        raise OSError(28, "No space left on device")
+    try:
+        if rank == 1:
+            torch.distributed.checkpoint.filesystem._write_files_from_queue = no_space
+        save_checkpoint(full, 1, model, optimizer, {}, keep=1)
+    except OSError as error:
+        assert "make room" in str(error) and not list(full.iterdir()), error
+    else:
+        raise AssertionError("one process's full disk went unnoticed")
+    torch.distributed.checkpoint.filesystem._write_files_from_queue = original
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    for name in NAMES:
+        load("fsdp", "plain", name)
+leave()
+"""
+
+
+def start(folder: Path, script: str, *arguments: str, processes: int = 1) -> str:
+    file = folder / "script.py"
+    file.write_text(COMMON + script)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [sys.executable, *launch, str(file), str(folder), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_killed_while_saving(tmp_path):
+    assert "midway" in start(tmp_path, KILLED_WHILE_SAVING)
+
+
+@pytest.mark.slow
+def test_killed_while_training_ends_as_if_it_had_not_been(tmp_path):
+    assert "kills" in start(tmp_path, KILLED_WHILE_TRAINING)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes(tmp_path):
+    """Saved by FSDP2 on two, read on one; saved on one, read by FSDP2 and DDP on two: weights equal, losses follow."""
+    lines = [
+        line.split()
+        for line in start(tmp_path, SHARDED, processes=2).splitlines()
+        if " load-" in f" {line}" or " save-" in line
+    ]
+    losses = {(name, kind): [float(value) for value in values] for name, kind, *values in lines}
+    assert len(losses) == 3 * 6
+    for (name, kind), values in losses.items():
+        assert values == pytest.approx(losses[name, "save-plain"], rel=1e-5), (name, kind)
+    for name in ("adam", "muon", "soap"):
+        for saved, count in (("plain", 3), ("fsdp", 3)):
+            files = {file.name: file.read_bytes() for file in (tmp_path / name / saved).glob("*.safetensors")}
+            assert len(files) == count
+            assert set(files.values()) == {files[f"save-{saved}.safetensors"]}

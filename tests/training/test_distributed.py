@@ -1,0 +1,137 @@
+"""Two processes on a CPU against one: the same losses, and checkpoints that change hands between world sizes."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skipless.training.config import Experiment
+from skipless.training.distributed import World
+from skipless.training.run import RunFolder, read_metrics
+from skipless.training.trainer import open_session, train
+
+RUN = """
+import faulthandler, sys
+from pathlib import Path
+faulthandler.dump_traceback_later(200)  # where it hangs, if it does
+import torch
+torch.set_num_threads(1)
+from skipless.training.config import Experiment
+from skipless.training.distributed import leave
+from skipless.training.trainer import train
+train(Experiment.from_json(Path(sys.argv[1]).read_text()), sys.argv[2], resume=True, device="cpu", quiet=True)
+leave()
+"""
+
+
+def changed(experiment: Experiment, **fields) -> Experiment:
+    return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **fields))
+
+
+def launched(experiment: Experiment, folder, tmp_path) -> subprocess.Popen:
+    """The run in two processes, as torchrun starts them, and in a group of their own, as a terminal has it."""
+    script, settings = tmp_path / "run.py", tmp_path / "experiment.json"
+    script.write_text(RUN)
+    settings.write_text(experiment.to_json())
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.Popen(
+        [*launcher, str(script), str(settings), str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def ended(run: subprocess.Popen, seconds: float) -> str:
+    """What it said until its end, which comes within `seconds`; it is killed otherwise, and said where it hung."""
+    try:
+        return run.communicate(timeout=seconds)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        raise AssertionError(f"still running after {seconds} s:\n{run.communicate()[1]}") from None
+
+
+def by_two(experiment: Experiment, folder, tmp_path) -> None:
+    """The run in two processes, to its end."""
+    run = launched(experiment, folder, tmp_path)
+    complaint = ended(run, 240)
+    assert run.returncode == 0, complaint
+
+
+def losses(folder) -> list[float]:
+    return [r["loss"] for r in read_metrics(folder) if "loss" in r]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(experiment, tmp_path, strategy):
+    """50 steps; every logged loss within 1e-5 of the single process's, and the validation too."""
+    torch.set_num_threads(1)
+    experiment = changed(experiment, steps=50, log_every=1, checkpoint_every=0, eval_every=50)
+    train(experiment, tmp_path / "one", device="cpu", quiet=True)
+    by_two(changed(experiment, strategy=strategy), tmp_path / "two", tmp_path)
+    alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(alone) == len(together) == 50
+    assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize(("accumulate", "fits", "size"), [(2, 1, 8), (6, 3, 12)])
+def test_micro_batches_must_divide_the_rows_of_each_process(experiment, tmp_path, accumulate, fits, size):
+    """Rows that no micro-batch takes would be lost without a word."""
+    experiment = changed(experiment, batch_size=6, accumulate=accumulate)
+    words = f"the 3 rows that each of 2 processes has .* train.accumulate={fits}, or --set train.batch_size={size}$"
+    with RunFolder.open(tmp_path, experiment, resume=False) as run, pytest.raises(ValueError, match=words):
+        open_session(experiment, World(0, 2, torch.device("cpu")), run, quiet=True)
+
+
+def test_a_checkpoint_of_two_is_taken_up_by_one_and_back(experiment, tmp_path):
+    """Steps 1–12 sharded over two processes, the rest in one; and the reverse. The losses are those of one process."""
+    torch.set_num_threads(1)
+    whole = changed(experiment, log_every=1)
+    train(whole, tmp_path / "whole", device="cpu", quiet=True)
+    for first, second in (("fsdp", "auto"), ("auto", "fsdp")):
+        folder = tmp_path / f"{first}-then-{second}"
+        half = changed(whole, strategy=first)
+        if first == "fsdp":
+            by_two(half, folder, tmp_path)
+        else:
+            train(half, folder, device="cpu", quiet=True)
+        _forget_the_second_half(folder, changed(whole, strategy=second))
+        if second == "fsdp":
+            by_two(changed(whole, strategy=second), folder, tmp_path)
+        else:
+            train(changed(whole, strategy=second), folder, resume=True, device="cpu", quiet=True)
+        differences = [abs(a - b) for a, b in zip(losses(tmp_path / "whole"), losses(folder), strict=True)]
+        assert max(differences) < 1e-5
+        final, expected = load_file(folder / "model.safetensors"), load_file(tmp_path / "whole" / "model.safetensors")
+        assert max((final[k] - expected[k]).abs().max() for k in expected) < 1e-4
+
+
+def _forget_the_second_half(folder, experiment: Experiment) -> None:
+    """What a kill after step 18 would have left, with the strategy changed."""
+    import shutil
+
+    (folder / "finished.json").unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-000024")
+    (folder / "experiment.json").write_text(experiment.to_json())
+
+
+def test_ctrl_c_stops_all_processes_after_the_same_step(experiment, tmp_path):
+    """A terminal's Ctrl-C reaches each of them at another step, and torchrun hands it on a second time."""
+    experiment = changed(experiment, steps=4000, checkpoint_every=0, eval_every=0, log_every=3, strategy="fsdp")
+    run, metrics = launched(experiment, tmp_path / "run", tmp_path), tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and metrics.read_text()) and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    complaint, last = ended(run, 60), read_metrics(tmp_path / "run")[-1]["step"]
+    assert last % 3 == 0
+    assert complaint.count(f"stopped after step {last}; go on with --resume") == 2, complaint
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]

@@ -1,0 +1,278 @@
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.tokenizer import Bytes, TrainUnigram
+from skipless.model.presets import preset
+from skipless.model.transformer import Transformer
+from skipless.training import trainer
+from skipless.training.config import Experiment
+from skipless.training.divergence import Diverged, advice
+from skipless.training.run import Display, RunFinishedError, read_metrics
+from skipless.training.trainer import Session, read_result, train
+
+RUN = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from skipless.training.config import Experiment
+from skipless.training.trainer import train
+train(Experiment.from_json(Path(sys.argv[1]).read_text()), sys.argv[2], resume=True, device="cpu", quiet=True)
+"""
+
+
+def changed(experiment: Experiment, **train_fields) -> Experiment:
+    return dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, **train_fields))
+
+
+def test_a_run_learns_and_writes_everything(experiment, tmp_path):
+    result = train(changed(experiment, probe_at=(0, 12)), tmp_path / "run", device="cpu", quiet=True)
+    losses = [r["loss"] for r in read_metrics(tmp_path / "run") if "loss" in r]
+    uniform = np.log(256)  # half a nat below the loss at initialisation
+    assert losses[-1] < uniform
+    assert result.valid.loss < uniform
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert {"experiment.json", "env.json", "metrics.jsonl", "finished.json"} <= set(os.listdir(tmp_path / "run"))
+    states = np.load(tmp_path / "run" / "probes" / "step-00000012.npz")["states"]
+    assert states.shape == (9, 32, 32)
+    assert read_result(tmp_path / "run")["steps"] == 24
+    with pytest.raises(RunFinishedError, match="finished"):
+        train(changed(experiment, probe_at=(0, 12)), tmp_path / "run", resume=True, device="cpu", quiet=True)
+
+
+def test_validation_in_the_log_is_the_models(experiment, tmp_path):
+    """bits per byte = loss / ln 2 · tokens / bytes, and every interval has its line."""
+    train(experiment, tmp_path / "run", device="cpu", quiet=True)
+    records = read_metrics(tmp_path / "run")
+    assert [r["step"] for r in records if "loss" in r] == [5, 6, 10, 12, 15, 18, 20, 24]
+    valid = [r for r in records if "valid_loss" in r]
+    assert [r["step"] for r in valid] == [12, 24]
+    assert valid[-1]["valid_perplexity"] == pytest.approx(np.exp(valid[-1]["valid_loss"]))
+
+
+def test_validation_on_another_folder_wants_the_same_tokens(experiment, prepared, tmp_path):
+    """One that cannot serve was asked for all the same, so that training does not go on without."""
+
+    def validated(folder):
+        data = dataclasses.replace(experiment.data, valid=str(folder))
+        train(changed(dataclasses.replace(experiment, data=data), steps=12), tmp_path / "run", device="cpu", quiet=True)
+
+    text = Path(trainer.__file__).parent
+    with pytest.raises(ValueError, match=r"data\.valid=.*mistyped cannot serve .* is not a prepared folder"):
+        validated(tmp_path / "mistyped")
+    prepare(Preparation(str(text), TrainUnigram(500, 0.2), valid_fraction=0.5), tmp_path / "pieces", workers=1)
+    with pytest.raises(
+        ValueError, match=r"data\.valid=.*pieces cannot .* \(bytes, 256 pieces.*did not make the shards"
+    ):
+        validated(tmp_path / "pieces")
+    prepare(Preparation(str(text), Bytes(), valid_fraction=0.5), tmp_path / "bytes", workers=1)
+    validated(tmp_path / "bytes")
+    assert read_result(tmp_path / "run")["valid"]["loss"] > 0
+
+
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_every_optimiser_resumes_bit_for_bit(experiment, tmp_path, monkeypatch, name):
+    """Stopped by an error in the middle of step 15, taken up from step 12."""
+    experiment = dataclasses.replace(experiment, optimizer=dataclasses.replace(experiment.optimizer, name=name))
+    train(experiment, tmp_path / "whole", device="cpu", quiet=True)
+    with monkeypatch.context() as patch:
+        _poison(patch, 15)
+        with pytest.raises(Diverged):
+            train(experiment, tmp_path / "stopped", device="cpu", quiet=True)
+    train(experiment, tmp_path / "stopped", resume=True, device="cpu", quiet=True)
+    whole, again = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "stopped"))
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "stopped" / "metrics.jsonl").read_text()
+
+
+def test_kill_9_and_resume_is_the_uninterrupted_run_bit_for_bit(experiment, tmp_path):
+    """Killed at random moments until it is done: same weights, same log."""
+    torch.set_num_threads(1)
+    train(experiment, tmp_path / "whole", device="cpu", quiet=True)
+    (tmp_path / "e.json").write_text(experiment.to_json())
+    command = [sys.executable, "-c", RUN, str(tmp_path / "e.json"), str(tmp_path / "killed")]
+    kills = 0
+    for attempt in range(12):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        wait = random.Random(attempt).uniform(0.1, 1.5)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not list((tmp_path / "killed" / "checkpoints").glob("step-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        try:
+            process.wait(wait if kills < 2 else 120)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+        if (tmp_path / "killed" / "finished.json").is_file():
+            break
+    assert (tmp_path / "killed" / "finished.json").is_file()
+    whole, killed = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "killed"))
+    assert all(torch.equal(whole[key], killed[key]) for key in whole)
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "killed" / "metrics.jsonl").read_text()
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(experiment, tmp_path):
+    experiment = changed(experiment, steps=4000, checkpoint_every=0, eval_every=0, log_every=1)
+    (tmp_path / "e.json").write_text(experiment.to_json())
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path / "e.json"), str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.is_file() and metrics.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, complaint = process.communicate(timeout=60)
+    assert "go on with --resume" in complaint
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
+
+
+def test_the_log_of_a_run_that_was_stopped_is_the_uninterrupted_ones(experiment, tmp_path, monkeypatch):
+    """Stopped after step 8, where no line is due, it logs one, and takes it back when it goes on."""
+    train(experiment, tmp_path / "whole", device="cpu", quiet=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_stops", lambda live, *_: KeyboardInterrupt if live.progress.step == 7 else None)
+        with pytest.raises(KeyboardInterrupt, match="after step 8"):
+            train(experiment, tmp_path / "stopped", device="cpu", quiet=True)
+    assert read_metrics(tmp_path / "stopped")[-1]["step"] == 8
+    train(experiment, tmp_path / "stopped", resume=True, device="cpu", quiet=True)
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "stopped" / "metrics.jsonl").read_text()
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(experiment, tmp_path):
+    train(changed(experiment, steps=6), tmp_path / "one", device="cpu", quiet=True)
+    train(changed(experiment, steps=6, accumulate=2), tmp_path / "two", device="cpu", quiet=True)
+    one, two = (load_file(tmp_path / run / "model.safetensors") for run in ("one", "two"))
+    for key in one:
+        torch.testing.assert_close(one[key], two[key], atol=2e-4, rtol=0)
+
+
+def test_a_process_that_trains_many_networks_keeps_them_compiled(experiment, tmp_path, monkeypatch):
+    """Past torch's own limit of eight a network would run on in eager mode, slower and rounded otherwise."""
+    limits, train_to_end = [torch._dynamo.config.recompile_limit], trainer._train_to_end
+    monkeypatch.setattr(
+        trainer,
+        "_train_to_end",
+        lambda session: limits.append(torch._dynamo.config.recompile_limit) or train_to_end(trainer),
+    )
+    train(experiment, tmp_path / "run", device="cpu", quiet=True)
+    assert limits[1] >= 100
+    assert torch._dynamo.config.recompile_limit == limits[0]
+
+
+def test_recomputing_activations_changes_nothing(experiment, tmp_path):
+    train(changed(experiment, steps=6), tmp_path / "kept", device="cpu", quiet=True)
+    train(changed(experiment, steps=6, recompute=True), tmp_path / "recomputed", device="cpu", quiet=True)
+    kept, again = (load_file(tmp_path / run / "model.safetensors") for run in ("kept", "recomputed"))
+    assert all(torch.equal(kept[key], again[key]) for key in kept)
+
+
+def _poison(monkeypatch, call: int) -> None:
+    """Make the loss of one micro-batch NaN."""
+    from skipless.training import step as step_module
+
+    honest, calls = step_module.cross_entropy, []
+
+    def failing(model, batch, packed):
+        calls.append(1)
+        return honest(model, batch, packed) * (float("nan") if len(calls) == call else 1.0)
+
+    monkeypatch.setattr(step_module, "cross_entropy", failing)
+
+
+def test_divergence_stops_with_the_step_the_blocks_and_the_last_good_checkpoint(experiment, tmp_path, monkeypatch):
+    _poison(monkeypatch, 9)
+    with pytest.raises(Diverged, match=r"at step 9: loss nan.*Norms per block.*last good checkpoint is step-000006"):
+        train(experiment, tmp_path / "run", device="cpu", quiet=True)
+
+
+def test_a_rate_far_too_high_is_caught_and_explained(experiment, tmp_path):
+    rates = dataclasses.replace(experiment.optimizer, rate=1e6, clip=None)
+    with pytest.raises(Diverged, match=r"lower optimizer.rate.*There is no checkpoint yet"):
+        train(dataclasses.replace(experiment, optimizer=rates), tmp_path / "run", device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize(("name", "skipless"), [("wikitext103/e-spa", True), ("wikitext103/pre-ln", False)])
+def test_what_to_do_follows_from_the_network(name, skipless):
+    words = advice(Transformer(preset(name, width=32, heads=1, vocab_size=40, length=16), impl="sdpa"))
+    assert ("--set optimizer.role_rates.up=0.2" in words) is skipless
+    assert "train.on_divergence=halve-lr" in words
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_failure_to_compile_names_the_way_around_it(experiment, tmp_path, monkeypatch, compiled):
+    failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+
+    def fails(_):
+        raise failure("No working C++ compiler found\nand much more")
+
+    monkeypatch.setattr(trainer, "_train_to_end", fails)
+    expected, words = (ValueError, r"compiler found\); .*--set train.compile=false") if compiled else (failure, "more")
+    with pytest.raises(expected, match=words):
+        train(changed(experiment, compile=compiled), tmp_path / "run", device="cpu", quiet=True)
+
+
+def test_divergence_can_go_back_and_halve_the_rate(experiment, tmp_path, monkeypatch, caplog):
+    """A loss that is not finite once: the run goes back to its checkpoint and ends with half the rate."""
+    _poison(monkeypatch, 9)
+    train(changed(experiment, on_divergence="halve-lr"), tmp_path / "run", device="cpu", quiet=True)
+    assert "Goes back to step 6 with 0.5 of the rate" in caplog.text
+    assert read_result(tmp_path / "run")["steps"] == 24
+
+
+def test_a_checkpoint_that_is_ruined_already_is_left_behind(experiment, tmp_path, monkeypatch, caplog):
+    """What was saved after step 6 diverges at step 7 whatever the rate: the run starts over, on the display it has."""
+    honest, saves, displays = Session.checkpoint, [], []
+
+    def ruined(live):
+        saves.append(live.progress.step)
+        if len(saves) == 1:
+            next(live.model.parameters()).data.fill_(float("nan"))
+        honest(live)
+
+    def counted(*arguments, **options):
+        displays.append(Display(*arguments, **options))
+        return displays[-1]
+
+    monkeypatch.setattr(Session, "checkpoint", ruined)
+    monkeypatch.setattr(trainer, "Display", counted)
+    train(changed(experiment, on_divergence="halve-lr"), tmp_path / "run", device="cpu", quiet=True)
+    assert "diverged at step 7" in caplog.text
+    places = [words for record in caplog.records if "Goes back" in (words := record.getMessage())]
+    assert [words.partition("Goes back to ")[2] for words in places] == [
+        "step 6 with 0.5 of the rate.",
+        "step 0 with 0.25 of the rate.",
+    ]
+    assert [record["step"] for record in read_metrics(tmp_path / "run") if "loss" in record][:3] == [5, 6, 10]
+    assert (read_result(tmp_path / "run")["steps"], len(displays)) == (24, 1)
+
+
+def test_mistakes_before_training_are_named(experiment, tmp_path):
+    small = dataclasses.replace(experiment, model=experiment.model.replace(vocab_size=100))
+    with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the 256 tokens.*--set model.vocab_size=256"):
+        train(small, tmp_path / "a", device="cpu", quiet=True)
+    train(changed(experiment, steps=5), tmp_path / "a", device="cpu", quiet=True)  # as it was told to
+    nowhere = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, folder=None))
+    with pytest.raises(ValueError, match=r"data\.folder is not set"):
+        train(nowhere, tmp_path / "b", device="cpu", quiet=True)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="torch sees no GPU; use --device cpu"):
+            train(experiment, tmp_path / "c", device="cuda", quiet=True)

@@ -1,0 +1,304 @@
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.tokenizer import Bytes
+from skipless.model.config import ModelConfig
+from skipless.training.config import Experiment
+from skipless.training.run import RunFinishedError, RunFolder, git_state, read_experiment, read_metrics
+
+EXPERIMENT = Experiment("small", model=ModelConfig(vocab_size=32, width=16, depth=2, heads=2, activation="gelu"))
+
+
+def opened(path, experiment=EXPERIMENT, resume=False) -> RunFolder:
+    return RunFolder.open(path, experiment, resume=resume)
+
+
+def begun(path) -> None:
+    with opened(path) as run:
+        run.log({"step": 1})
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_run_folder_holds(tmp_path):
+    with opened(tmp_path / "runs" / "a") as run:
+        run.log({"step": 0, "loss": 3.5})
+    assert names(run.path) == [
+        ".lock",
+        "checkpoints",
+        "data.json",
+        "env.json",
+        "experiment.json",
+        "export",
+        "metrics.jsonl",
+    ]
+    assert read_experiment(run.path) == EXPERIMENT
+    noted = json.loads((run.path / "env.json").read_text())
+    assert noted["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert noted["command"] == sys.argv
+    assert {"torch", "cuda", "device", "skipless", "git", "host", "packages"} <= noted.keys()
+
+
+def test_other_settings_are_named(tmp_path):
+    begun(tmp_path / "run")
+    other = EXPERIMENT.override("train.steps=500", "train.warmup=10", "model.width=32", "name=big")
+    with pytest.raises(ValueError, match="other settings") as seen:
+        opened(tmp_path / "run", other, resume=True)
+    for part in (
+        "train.steps is 100000 there, 500 here",
+        "train.warmup is 4000 there, 10 here",
+        "model.width is 16 there, 32 here",
+        "name is 'small' there, 'big' here",
+        "--resume",
+        "another folder",
+    ):
+        assert part in str(seen.value)
+    assert "batch_size" not in str(seen.value)
+    assert read_experiment(tmp_path / "run") == EXPERIMENT
+
+
+def test_an_unfinished_run_asks_for_resume(tmp_path):
+    begun(tmp_path)
+    with pytest.raises(ValueError, match=r"unfinished: add --resume"):
+        opened(tmp_path)
+    opened(tmp_path, resume=True).close()
+    opened(tmp_path, resume=True).close()
+    assert len(json.loads((tmp_path / "env.json").read_text())["resumed"]) == 2
+
+
+def test_a_folder_where_nothing_was_trained_is_free(tmp_path):
+    """A start that was refused after it had written its settings is repeated with others."""
+    opened(tmp_path).close()
+    other = EXPERIMENT.override("model.vocab_size=64")
+    with opened(tmp_path, other) as run:
+        assert read_experiment(tmp_path) == other
+        run.log({"step": 1})
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 64 there, 32 here"):
+        opened(tmp_path, resume=True)
+
+
+def test_how_many_checkpoints_stay_may_change(tmp_path):
+    """A full disk asks for fewer of them, and to go on."""
+    begun(tmp_path)
+    opened(tmp_path, EXPERIMENT.override("train.keep=1"), resume=True).close()
+
+
+def test_resume_where_nothing_is_starts(tmp_path):
+    with opened(tmp_path / "new", resume=True) as run:
+        assert read_experiment(run.path) == EXPERIMENT
+
+
+def test_a_finished_run_says_so(tmp_path):
+    with opened(tmp_path) as run:
+        run.finish(step=3)
+    for resume in (False, True):
+        with pytest.raises(RunFinishedError, match="is finished"):
+            opened(tmp_path, resume=resume)
+
+
+def test_places_that_are_no_run(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match=r"holds other files \(thesis.tex\)"):
+        opened(tmp_path)
+    assert names(tmp_path) == ["thesis.tex"]
+    with pytest.raises(ValueError, match="is a file"):
+        opened(tmp_path / "thesis.tex")
+    with pytest.raises(ValueError, match="is not a run"):
+        read_experiment(tmp_path)
+
+
+def test_a_start_killed_before_experiment_json_is_taken_up(tmp_path):
+    for name in (".lock", "env.json", "experiment.json.part"):
+        (tmp_path / name).write_text("")
+    with opened(tmp_path):
+        assert "experiment.json.part" not in names(tmp_path)
+
+
+def test_a_damaged_experiment_is_named(tmp_path):
+    begun(tmp_path)
+    os.truncate(tmp_path / "experiment.json", 40)
+    with pytest.raises(ValueError, match=r"experiment.json is damaged"):
+        opened(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "3"])
+def test_a_damaged_environment_is_named(tmp_path, content):
+    begun(tmp_path / "run")
+    (tmp_path / "run" / "env.json").write_text(content)
+    with pytest.raises(ValueError, match=r"env\.json is damaged .*; delete it"):
+        opened(tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", "null", '{"step": "3"}'])
+def test_a_line_of_the_log_without_a_step_is_named(tmp_path, line):
+    begun(tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with opened(tmp_path / "run", resume=True) as run, pytest.raises(ValueError, match=r"line 2, is damaged .*no step"):
+        run.rewind(1)
+
+
+def test_a_run_does_not_go_on_over_other_tokens(tmp_path):
+    """The folder of its tokens was prepared anew since; one that kept no fingerprint goes on as it did."""
+
+    def prepared(text: str) -> None:
+        (tmp_path / "text.txt").write_text(text * 100)
+        plan = Preparation(str(tmp_path / "text.txt"), tokenizer=Bytes(), valid_fraction=0.0)
+        prepare(plan, tmp_path / "tokens", workers=1, force=True)
+
+    prepared("a few words\n\n\n")
+    experiment = EXPERIMENT.override(f"data.folder={tmp_path / 'tokens'}")
+    with opened(tmp_path / "run", experiment) as run:
+        run.log({"step": 1})
+    prepared("a few words\n\n\n")
+    opened(tmp_path / "run", experiment, resume=True).close()
+    prepared("other words\n\n\n")
+    file = tmp_path / "run" / "data.json"
+    with pytest.raises(ValueError, match=r"data\.folder holds other tokens .* delete .*data\.json"):
+        opened(tmp_path / "run", experiment, resume=True)
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json is damaged .*; delete it"):
+        opened(tmp_path / "run", experiment, resume=True)
+    file.unlink()
+    opened(tmp_path / "run", experiment, resume=True).close()
+
+
+def test_two_processes_do_not_train_one_run(tmp_path):
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    with opened(tmp_path), pytest.raises(ValueError, match=f"{holder} is training in"):
+        opened(tmp_path, resume=True)
+    opened(tmp_path, resume=True).close()
+
+
+def test_the_lock_of_a_killed_process_is_not_in_the_way(tmp_path, caplog):
+    opened(tmp_path).close()
+    hold = "import fcntl, os, signal, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); "
+    hold += "f.write('process 1 on elsewhere\\n'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", hold, str(tmp_path / ".lock")], check=False)
+    opened(tmp_path, resume=True).close()
+    assert "was last trained by process 1 on elsewhere" in caplog.text
+
+
+def test_without_file_locks_the_holder_is_looked_for(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    opened(tmp_path).close()
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here = socket.gethostname()
+    for holder, free in (
+        (f"process {os.getpid()} on {here}", False),
+        ("process 1 on elsewhere", False),
+        (f"process {gone.pid} on {here}", True),
+        ("", True),
+    ):
+        (tmp_path / ".lock").write_text(holder)
+        if free:
+            opened(tmp_path, resume=True).close()
+        else:
+            with pytest.raises(ValueError, match="is training in"):
+                opened(tmp_path, resume=True)
+
+
+def test_rewinding_makes_the_log_that_of_a_run_without_interruption(tmp_path):
+    records = [{"step": step, "loss": 1 / (step + 3)} for step in range(7)]
+    with opened(tmp_path / "calm") as run:
+        for record in records:
+            run.log(record)
+    with opened(tmp_path / "killed") as run:
+        for record in records[:5]:
+            run.log(record)
+    with run.metrics.open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert read_metrics(run.path) == records[:5]
+    with opened(tmp_path / "killed", resume=True) as run:
+        run.rewind(2)
+        for record in records[3:]:
+            run.log(record)
+        run.sync()
+    assert (tmp_path / "killed" / "metrics.jsonl").read_bytes() == (tmp_path / "calm" / "metrics.jsonl").read_bytes()
+    assert read_metrics(tmp_path / "calm") == records
+
+
+def test_rewinding_to_before_the_start(tmp_path):
+    with opened(tmp_path) as run:
+        run.rewind(None)
+        run.log({"step": 0})
+        run.rewind(0)
+        assert read_metrics(run.metrics) == [{"step": 0}]
+        run.rewind(None)
+        assert read_metrics(run.metrics) == []
+
+
+def test_no_line_is_added_to_half_of_one(tmp_path):
+    with opened(tmp_path) as run:
+        run.metrics.write_bytes(b'{"step": 1}\n{"st')
+        run.log({"step": 2})
+    assert read_metrics(run.metrics) == [{"step": 1}, {"step": 2}]
+
+
+def test_metrics_errors(tmp_path):
+    with opened(tmp_path) as run:
+        with pytest.raises(ValueError, match="has no 'step'"):
+            run.log({"loss": 1.0})
+        with pytest.raises(ValueError, match="does not exist"):
+            read_metrics(run.path)
+        run.metrics.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
+        with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is damaged"):
+            read_metrics(run.path)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with opened(tmp_path) as run:
+        monkeypatch.setattr("skipless.training.run.MetricsLog.add", full)
+        with pytest.raises(
+            OSError, match=r"metrics.jsonl could not be written \(No space left on device\): .* --resume"
+        ):
+            run.log({"step": 1})
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_said_once_and_the_folder_let_go(tmp_path):
+    """What could not be written is not tried again at the end, where a bare error would take the place of the first."""
+
+    def fill() -> None:
+        with opened(tmp_path) as run:
+            run.metrics.symlink_to("/dev/full")
+            run.log({"step": 1})
+
+    with pytest.raises(OSError, match=r"metrics.jsonl could not be written .* --resume") as seen:
+        fill()
+    assert seen.value.__context__ is seen.value.__cause__
+    (tmp_path / "metrics.jsonl").unlink()
+    begun(tmp_path)
+
+
+def test_git_state(tmp_path):
+    assert git_state(tmp_path) is None
+    (tmp_path / "__init__.py").write_text("")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert git_state(tmp_path) is None, "not tracked"
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "x"], check=True)
+    state = git_state(tmp_path)
+    assert state is not None
+    assert (len(state["commit"]), state["dirty"]) == (40, False)
+    (tmp_path / "new.py").write_text("")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert state["dirty"]
