@@ -12,8 +12,20 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted((REPOSITORY / "src").rglob("*.py"))
 SLOW_TO_IMPORT = {"transformers", "matplotlib", "typer", "rich", "sentencepiece"}
 VAGUE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
-LONGEST_FILE = 300
-LONGEST_FUNCTION = 40
+LONGEST_FILE = 550
+SHORTEST_FILE = 60
+LONGEST_FUNCTION = 100  # a story told on one page: attention's forward, the training step, the loop
+# A shorter file needs a reason.
+SHORT_FILES = {
+    "skipless/cli/__main__.py": "python -m skipless.cli",
+    "skipless/cli/app.py": "the list of commands",
+    "skipless/nn/init.py": "initialisers, whoever calls them",
+    "skipless/ops/cuda_graph.py": "graphs of decoding and of training",
+    "skipless/ops/gpu/cross_entropy.py": "needs triton, as nothing outside ops/gpu does",
+    "skipless/ops/linear.py": "called by attention and the MLP",
+    "skipless/ops/precision.py": "called by the loss, training and evaluation",
+    "skipless/ops/sdpa.py": "one of four implementations of attention, a file each",
+}
 
 relative_name = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY / "src")))
 
@@ -98,10 +110,12 @@ def test_layers() -> None:
 
 
 @relative_name
-def test_file_is_short_and_well_named(path: Path) -> None:
+def test_file_is_one_well_named_idea(path: Path) -> None:
     assert path.name not in VAGUE_NAMES, f"{path.name} says nothing of what it holds"
-    lines = len(path.read_text().splitlines())
-    assert lines <= LONGEST_FILE, f"{path} has {lines} lines; split it by idea"
+    lines, name = len(path.read_text().splitlines()), str(path.relative_to(REPOSITORY / "src"))
+    assert lines <= LONGEST_FILE, f"{name} has {lines} lines; find the second noun in it"
+    short = lines < SHORTEST_FILE and path.name != "__init__.py"
+    assert short == (name in SHORT_FILES), f"{name} has {lines} lines; under {SHORTEST_FILE} it needs a reason"
 
 
 @relative_name

@@ -185,8 +185,8 @@ DEPTH = Item(
     quantities=("train_loss", "valid_loss"),
     embedding_rates=EMBEDDING_RATES,
     note=(
-        f"Rates are tuned at 36 blocks and fall as depth^−{experiments.DEPTH_POWER:g}; the embedding's stays. Pre-LN is also "
-        "shown at the rate of 36 blocks."
+        f"Rates are tuned at 36 blocks and fall as depth^−{experiments.DEPTH_POWER:g}; the embedding's stays. Pre-LN is "
+        "also shown at the rate of 36 blocks."
     ),
 )
 

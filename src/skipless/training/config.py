@@ -62,6 +62,7 @@ class OptimizerConfig:
     max_precondition_width: int = 10_000
     clip: float | None = 0.1
     keep_orthogonal: tuple[str, ...] = ()
+    gain_rate: float | None = None
 
     def __post_init__(self):
         for name in ("betas", "soap_betas"):
