@@ -29,7 +29,7 @@ written: list[Path] = []  # files that this process has finished writing
 def handle_sigint() -> Generator[None]:
     """In here Ctrl-C ends an import at once: unwinding it could be swallowed by a library, or end in a traceback.
 
-    Elsewhere it is a KeyboardInterrupt as usual. A process that was told to ignore it goes on ignoring it.
+    Elsewhere it is a KeyboardInterrupt as usual. A process that was report_interrupt to ignore it goes on ignoring it.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before != signal.default_int_handler:
@@ -45,7 +45,7 @@ def handle_sigint() -> Generator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def told(command: Callable[..., None], words: str | None = None) -> Callable[..., None]:
+def report_interrupt(command: Callable[..., None], words: str | None = None) -> Callable[..., None]:
     """The command, ending with a line on Ctrl-C: `words`, for one that writes more than files of its own."""
 
     @functools.wraps(command)

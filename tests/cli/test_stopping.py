@@ -79,11 +79,11 @@ def test_files_that_are_there_are_named(tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as end:
-        console.told(command)()
+        console.report_interrupt(command)()
     assert end.value.code == 130
     assert capsys.readouterr().err == f"skipless: stopped; written: {tmp_path / 'data.json'}\n"
     with pytest.raises(SystemExit):
-        console.told(command, "stopped; the same command goes on from there")()
+        console.report_interrupt(command, "stopped; the same command goes on from there")()
     assert capsys.readouterr().err == "skipless: stopped; the same command goes on from there\n"
 
 

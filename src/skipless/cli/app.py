@@ -1,36 +1,93 @@
-"""The application: commands, and one-line errors instead of tracebacks for what a user can put right."""
+"""The table of commands, and one-line errors instead of tracebacks for what a user can put right."""
 
 import sys
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from skipless import __version__
-from skipless.cli import demo, evaluate, export, generate, inspect, kernels, prepare, report, reproduce, train
-from skipless.console import told
+from skipless.console import report_interrupt
+
+_RESUMES = "stopped; the same command goes on from there"
+
+
+class Command(NamedTuple):
+    """A command's file in this folder, its line of help, and what is said when Ctrl-C stops it.
+
+    Without `stopped`, the files that were written are named.
+    """
+
+    module: str
+    help: str
+    stopped: str | None = None
+
+
+COMMANDS = {
+    "demo": Command(
+        "demo",
+        "Train 36 blocks without skips or norms on Python's standard library, beside Pre-LN and standard attention.",
+        _RESUMES,
+    ),
+    "kernels": Command(
+        "kernels", "Follow a signal through a deep network at initialisation: where it survives, and where it dies."
+    ),
+    "inspect": Command(
+        "inspect",
+        "Run one batch through a network and back, and say which block loses the signal, why, and what to change.",
+    ),
+    "eval": Command("evaluate", "Evaluate a trained model on text and on zero-shot tasks."),
+    "generate": Command("generate", "Continue a prompt, writing the text as it comes. Ctrl-C ends it."),
+    "prepare": Command(
+        "prepare",
+        "Turn text into token shards: train a tokenizer, tokenise with all cores, write a manifest.",
+        _RESUMES,
+    ),
+    "train": Command("train", "Train a network. Kill it at any moment and repeat the command with --resume.", _RESUMES),
+    "export": Command(
+        "export",
+        "Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools.",
+        "stopped; the same command begins again",
+    ),
+    "report": Command(
+        "report", "Put runs and networks on one page: verdicts, kernels by depth, training curves, tables."
+    ),
+    "reproduce": Command(
+        "reproduce",
+        "Reproduce tables and figures of the paper. Stop it at any time: the same command goes on.",
+        _RESUMES,
+    ),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists the commands from the table, and imports a command's file when that command is chosen."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Put the real command in the place of the one that only holds its line of help."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if name in COMMANDS else listed, rest
+
+
+def _load(name: str) -> Any:
+    listed = COMMANDS[name]
+    alone = typer.Typer(add_completion=False)
+    function = import_module(f"skipless.cli.{listed.module}").command
+    alone.command(name)(report_interrupt(function, listed.stopped))
+    return typer.main.get_command(alone)
+
 
 app = typer.Typer(
     name="skipless",
+    cls=LazyGroup,
     help="Deep transformers without shortcuts: certify, build, train and inspect them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_GOES_ON = "stopped; the same command goes on from there"
-_COMMANDS = {
-    "demo": told(demo.command, _GOES_ON),
-    "kernels": told(kernels.command),
-    "inspect": told(inspect.command),
-    "eval": told(evaluate.command),
-    "generate": told(generate.command),
-    "prepare": told(prepare.command, _GOES_ON),
-    "train": told(train.command, _GOES_ON),
-    "export": told(export.command, "stopped; the same command begins again"),
-    "report": told(report.command),
-    "reproduce": told(reproduce.command, _GOES_ON),
-}
-for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
+for _name, _listed in COMMANDS.items():
+    app.command(_name, help=_listed.help)(lambda: None)
 
 
 def _version(asked: bool) -> None:
