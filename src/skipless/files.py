@@ -1,31 +1,117 @@
-"""Files that are whole or not there, journals of JSON lines, locks, and a full disk in one line."""
+"""Files: whole or not there, journals of JSON lines, one writer per folder, and a full disk explained in one line."""
 
 import errno
 import json
 import logging
 import os
 import shutil
+import socket
 import uuid
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import IO, Any, BinaryIO
 
-ASIDE = ".part"
+PART = ".part"  # ends the name of a file that is being written
+LOCK = ".lock"
+RUN_AGAIN = "run the same command again; what was finished is kept"
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+logger = logging.getLogger("skipless")
 
 
 @contextmanager
-def writing(path: Path) -> Generator[None]:
-    """Say which file could not be written, and that nothing finished is lost."""
+def writing(path: Path, then: str = RUN_AGAIN, *, room: str = "free some space", needed: int = 0) -> Generator[None]:
+    """Turn an OSError into one line: which file could not be written, why, and what to do about it.
+
+    then: what to do once the cause is gone. room: how to make room on a full disk. needed: bytes, where known.
+    """
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = "free some space" if full else "check the folder's permissions"
-        raise OSError(
-            f"{path} could not be written ({error.strerror}): {remedy} and run the same command again; what was "
-            "finished is kept"
-        ) from error
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error  # explained once already
+        remedy = "check the folder and its permissions"
+        if cause.errno in _DISK_FULL:
+            takes = f"takes {_size(needed)}; {_size(_free_bytes(path))} free: " if needed else ""
+            remedy = takes + room
+        raise OSError(f"{path} could not be written ({cause.strerror or cause}): {remedy}, and {then}") from error
+
+
+def _free_bytes(path: Path) -> int:
+    there = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
+    return shutil.disk_usage(there).free
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def is_stream(path: Path) -> bool:
+    """Whether it is a pipe, a device or the like, which takes data as they come and must not be replaced."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def linked(path: Path) -> Path:
+    """The file that a symlink stands for, there or not; any other path itself."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+class WholeFile:
+    """A file under another name until `finish` gives it its own: it is there with all of its data, or not there.
+
+    Nothing is opened before the first `write`. Of several writers the last one to finish wins.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
+        self._file: BinaryIO | None = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append data."""
+        if self._file is None:
+            self._file = self._part.open("wb")
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """Flush to the disk and give the file its name."""
+        self.write(b"")
+        assert self._file is not None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._part.replace(self.path)
+        sync_folder(self.path.parent)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        if self._file is not None:
+            with suppress(OSError):  # a full disk: the buffered rest cannot be written, and is not wanted
+                self._file.close()
+        self._part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there with all of `data`, or as it was before.
+
+    A symlink stays, and its target is written. A pipe or a device is written straight into.
+    """
+    with writing(path):
+        if is_stream(path):
+            path.write_bytes(data)
+            return
+        file = WholeFile(linked(path))
+        try:
+            file.write(data)
+            file.finish()
+        except BaseException:  # Ctrl-C too
+            file.abandon()
+            raise
+
+
+def write_json(path: Path, values: Any, indent: int = 2) -> None:
+    """Write values as indented JSON, whole or not at all."""
+    write_whole(path, json.dumps(values, indent=indent).encode() + b"\n")
 
 
 def sync_folder(folder: Path) -> None:
@@ -39,62 +125,78 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def is_stream(path: Path) -> bool:
-    """Whether it is a pipe, a device or the like, which takes data as they come and must not be replaced."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+class Journal:
+    """A file of JSON lines that grows line by line, by one writer. It is opened by the first line.
 
-
-def linked(path: Path) -> Path:
-    """The file that a symlink stands for, there or not; any other path itself."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is either there with all of `data` or not there; of several writers the last one wins.
-
-    A symlink stays, and its target is written. A pipe or a device is written straight into.
+    A line outlives the process as soon as it is added, and the machine after `sync`. What a crash left of a line is
+    cut off before the next one is added.
     """
-    with writing(path):
-        if is_stream(path):
-            path.write_bytes(data)
-            return
-        target = linked(path)
-        aside = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{ASIDE}")
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file: BinaryIO | None = None
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Append a line."""
+        line = json.dumps(record).encode() + b"\n"
+        if self._file is None:
+            self._cut_unfinished_line()
+            self._file = self.path.open("ab")
         try:
-            with aside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(target)
-        except BaseException:  # Ctrl-C too
-            aside.unlink(missing_ok=True)
+            self._file.write(line)
+            self._file.flush()
+        except OSError:
+            with suppress(OSError):  # closing tries to write it again, and its second error would hide the first
+                self.close()
             raise
-        sync_folder(target.parent)
+
+    def sync(self) -> None:
+        """Flush the lines to the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def replace(self, records: Iterable[dict[str, Any]]) -> None:
+        """Make these the lines of the file; a file that holds just these is left alone."""
+        self.close()
+        lines = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        if not self.path.is_file() or lines != self.path.read_bytes():
+            write_whole(self.path, lines)
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _cut_unfinished_line(self) -> None:
+        if self.path.is_file():
+            data = self.path.read_bytes()
+            if not data.endswith(b"\n"):
+                os.truncate(self.path, data.rfind(b"\n") + 1)
 
 
-def append_line(path: Path, record: dict) -> None:
-    """Add a line to a journal and flush it to the disk. A line cut by a crash is not there for `read_lines`."""
-    with writing(path), path.open("ab") as file:
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Add one line to a journal and flush it to the disk."""
+    journal = Journal(path)
+    with writing(path):
+        try:
+            journal.add(record)
+            journal.sync()
+        finally:
+            journal.close()
 
 
-def read_lines(path: Path, mend: bool = True) -> list[dict]:
-    """The whole lines of a journal; what a crash left of the last one is cut off the file.
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The finished lines of a journal, none where there is no file; ValueError names a line that is no JSON object.
 
-    mend=False leaves the file as it is, for whoever does not hold its folder: another process may be writing that line.
+    A line that is being written, or that a crash cut short, is left out. NaN and Infinity are numbers here.
     """
     if not path.exists():
         return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if mend and whole != data:
-        write_whole(path, whole)
-    return [_object(line, number) for number, line in enumerate(whole.split(b"\n")[:-1], 1)]
+    return [_object(line, number) for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1)]
 
 
-def _object(line: bytes, number: int) -> dict:
+def _object(line: bytes, number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -104,53 +206,61 @@ def _object(line: bytes, number: int) -> dict:
     return record
 
 
-LOCK = ".lock"
-logger = logging.getLogger("skipless")
+class FolderLock:
+    """The sole right to write to a folder, until `release` or the end of the process, however that ends.
 
-
-@contextmanager
-def sole_worker(folder: Path, refusal: str) -> Generator[None]:
-    """Hold the folder's lock, or raise ValueError(refusal); it ends with the process, however that ends.
-
-    Where the file system knows no locks, as some that are shared over a network, a warning says so.
+    ValueError says who else has it: "process 7 on host is `doing` FOLDER: `advice`". A file system without locks, as
+    some that are shared over a network, is told by a warning; the process that the lock file names is looked for there.
     """
-    with (folder / LOCK).open("w") as file:
-        try:
-            fcntl = import_module("fcntl")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # no such locks on Windows
-        except BlockingIOError as error:
-            raise ValueError(refusal) from error
-        except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): see to it that no second command works there", folder, error.strerror
+
+    def __init__(self, folder: Path, doing: str, advice: str = "wait for it, or use another folder"):
+        self._file: IO[str] | None = (folder / LOCK).open("a+")
+        self._file.seek(0)
+        holder, host = self._file.read().strip(), f"on {socket.gethostname()}"
+        if not _lock(self._file, folder, holder, host):
+            self._file.close()
+            raise ValueError(
+                f"{holder or 'another process'} is {doing} {folder}: {advice}. If it no longer exists, delete "
+                f"{folder / LOCK}"
             )
-        yield
+        if holder and not holder.endswith(host):
+            logger.warning("%s was last written by %s; if that still runs, stop it", folder, holder)
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} {host}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let others write; a second call does nothing."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.truncate(0)
+            file.close()
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextmanager
-def storing(path: Path, then: str = "go on with --resume", needed: int = 0) -> Generator[None]:
-    """Turn an OSError while writing `path` into one line that ends with what to do `then`. needed: bytes, if known."""
+def _lock(file: IO[str], folder: Path, holder: str, host: str) -> bool:
+    """Lock the file; False if another process has it, or where there are no locks seems to have it."""
     try:
-        yield
+        fcntl = import_module("fcntl")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except ImportError:
+        return True  # Windows has no such locks
+    except BlockingIOError:
+        return False
     except OSError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error  # shards.write_whole explains too
-        if cause.errno not in _FULL:
-            remedy = "check the folder and its permissions"
-        else:
-            room = f"takes {_size(needed)}; " if needed else ""
-            remedy = f"{room}{_free(path)} free: make room, or lower train.keep"
-        raise OSError(f"{path} could not be written ({cause.strerror or cause}): {remedy}, and {then}") from error
-
-
-def _free(path: Path) -> str:
-    there = next((folder for folder in path.absolute().parents if folder.exists()), Path("/"))
-    return _size(shutil.disk_usage(there).free)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+        logger.warning("%s cannot be locked (%s): see to it that no second command works there", folder, error.strerror)
+    if not holder.endswith(host):
+        return not holder
+    try:
+        os.kill(int(holder.split()[1]), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # another user's
+    return False

@@ -402,4 +402,4 @@ def test_what_is_needed_is_said(reproduce) -> None:
     assert "results has no logs of scale 'tiny' to make tables from" in err
     with ResultsFolder("results", "tiny").locked():
         _, err = reproduce("baselines", code=2)
-    assert "another skipless reproduce is working in results" in err
+    assert "is reproducing in results: wait for it" in err

@@ -245,7 +245,8 @@ def test_what_is_not_a_prepared_folder_is_left_alone(plan, tmp_path, folder):
 
 
 def test_two_at_once_are_kept_apart(plan, folder):
-    with Folder(folder).locked(), pytest.raises(ValueError, match="another skipless prepare is writing"):
+    refusal = r"process \d+ on .* is preparing .*: wait for it, or use another --out"
+    with Folder(folder).locked(), pytest.raises(ValueError, match=refusal):
         prepare(plan, folder)
 
 

@@ -143,7 +143,8 @@ def test_a_line_of_the_log_without_a_step_is_named(tmp_path, line):
     begun(tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
-    with opened(tmp_path / "run", resume=True) as run, pytest.raises(ValueError, match=r"line 2, is damaged .*no step"):
+    complaint = r"metrics.jsonl is damaged \(line 2 .*delete the line"
+    with opened(tmp_path / "run", resume=True) as run, pytest.raises(ValueError, match=complaint):
         run.rewind(1)
 
 
@@ -185,7 +186,7 @@ def test_the_lock_of_a_killed_process_is_not_in_the_way(tmp_path, caplog):
     hold += "f.write('process 1 on elsewhere\\n'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     subprocess.run([sys.executable, "-c", hold, str(tmp_path / ".lock")], check=False)
     opened(tmp_path, resume=True).close()
-    assert "was last trained by process 1 on elsewhere" in caplog.text
+    assert "was last written by process 1 on elsewhere" in caplog.text
 
 
 def test_without_file_locks_the_holder_is_looked_for(tmp_path, monkeypatch):
@@ -255,7 +256,7 @@ def test_metrics_errors(tmp_path):
         with pytest.raises(ValueError, match="does not exist"):
             read_metrics(run.path)
         run.metrics.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
-        with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is damaged"):
+        with pytest.raises(ValueError, match=r"metrics.jsonl is damaged \(line 2: .*delete the line"):
             read_metrics(run.path)
 
 
@@ -264,7 +265,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with opened(tmp_path) as run:
-        monkeypatch.setattr("skipless.training.run.MetricsLog.add", full)
+        monkeypatch.setattr("skipless.files.Journal.add", full)
         with pytest.raises(
             OSError, match=r"metrics.jsonl could not be written \(No space left on device\): .* --resume"
         ):

@@ -46,10 +46,10 @@ def _aside(folder: Path) -> Generator[Path]:
     """A place to write into; once all is written, its files go to `folder`, where other files stay."""
     from safetensors import SafetensorError
 
-    from skipless.files import storing
+    from skipless.files import writing
 
     place, again = folder / ".unfinished", "export again"
-    with storing(folder, again):
+    with writing(folder, again, room="make room there"):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         try:

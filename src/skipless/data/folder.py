@@ -3,13 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from skipless.data.store import MANIFEST, VERIFIED, Section, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
-from skipless.files import ASIDE, LOCK, append_line, read_lines, sole_worker, write_whole, writing
+from skipless.files import LOCK, PART, FolderLock, Journal, append_line, read_lines, write_json, write_whole, writing
 
 OPTIONS, JOURNAL = "options.json", "sections.jsonl"
 Found = TypeVar("Found")
@@ -26,11 +26,10 @@ class Folder:
         """Keep a second `skipless prepare` out; the lock ends with the process, however that ends."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give --out a folder")
-        refusal = f"another skipless prepare is writing to {self.path}: wait for it, or use another --out"
-        with ExitStack() as held:
-            with writing(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(sole_worker(self.path, refusal))
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.path, "preparing", "wait for it, or use another --out")
+        with lock:
             yield
 
     def claim(self, options: dict, force: bool) -> None:
@@ -49,12 +48,12 @@ class Folder:
             )
         if differing or force:
             self._clear()
-        for leftover in self.path.glob(f"*{ASIDE}"):
+        for leftover in self.path.glob(f"*{PART}"):
             leftover.unlink()
         if self.complete():  # an earlier run may have been killed between its manifest and its journal's end
             (self.path / JOURNAL).unlink(missing_ok=True)
         if not path.is_file():
-            write_whole(path, json.dumps(options, indent=1).encode() + b"\n")
+            write_json(path, options, indent=1)
 
     def _options(self) -> dict:
         return _read(self.path / OPTIONS, lambda path: dict(json.loads(path.read_bytes())))
@@ -64,7 +63,7 @@ class Folder:
 
     def _own(self, file: Path) -> bool:
         shard = file.suffix == ".bin" and file.name.startswith(("train-", "valid-"))
-        return shard or file.suffix == ASIDE or file.name in (OPTIONS, JOURNAL, LOCK, MANIFEST, VERIFIED, MODEL_FILE)
+        return shard or file.suffix == PART or file.name in (OPTIONS, JOURNAL, LOCK, MANIFEST, VERIFIED, MODEL_FILE)
 
     def _clear(self) -> None:
         def last(file: Path) -> int:
@@ -82,7 +81,7 @@ class Folder:
         """Turn a finished folder back into an unfinished one, for shards that have gone missing."""
         manifest = read_manifest(self.path)
         lines = [{"tokenizer": manifest.tokenizer}, *(section.to_json() for section in manifest.sections)]
-        write_whole(self.path / JOURNAL, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        Journal(self.path / JOURNAL).replace(lines)
         (self.path / MANIFEST).unlink()
 
     def tokenizer(self) -> dict | None:

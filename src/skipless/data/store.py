@@ -5,16 +5,15 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
-from skipless.files import ASIDE, sync_folder, write_whole, writing
+from skipless.files import WholeFile, write_whole, writing
 
 REMAKE = "delete it, and the same `skipless prepare` command makes it anew"
 
@@ -57,23 +56,19 @@ class Section:
 
 
 class ShardWriter:
-    """Writes one shard: `add` token arrays, then `finish`; nothing of the shard's name exists before that.
-
-    The file is opened by the first of these: whoever may have to abandon a writer holds it before there is one.
-    """
+    """Writes one shard: `add` token arrays, then `finish`; nothing of the shard's name exists before that."""
 
     def __init__(self, folder: Path, split: str, index: int):
         self.split, self.path = split, folder / f"{split}-{index:05d}.bin"
-        self._aside = self.path.with_name(self.path.name + ASIDE)
+        self._file = WholeFile(self.path)
         self._hash = hashlib.sha256()
         self._tokens = self._documents = self._text_bytes = 0
-        self._file: BinaryIO | None = None
 
     def add(self, tokens: np.ndarray, documents: int, text_bytes: int) -> None:
         """Append tokens; documents and text_bytes are counted for the manifest."""
         data = np.ascontiguousarray(tokens).data.cast("B")
         with writing(self.path):
-            self._opened().write(data)
+            self._file.write(data)
         self._hash.update(data)
         self._tokens += len(tokens)
         self._documents += documents
@@ -82,26 +77,13 @@ class ShardWriter:
     def finish(self) -> Shard:
         """Flush to the disk and give the file its name."""
         with writing(self.path):
-            file = self._opened()
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            self._aside.replace(self.path)
-            sync_folder(self.path.parent)
+            self._file.finish()
         sha256 = self._hash.hexdigest()
         return Shard(self.split, self.path.name, self._tokens, self._documents, self._text_bytes, sha256)
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        if self._file is not None:
-            with suppress(OSError):  # a full disk: the buffered rest cannot be written, and is not wanted
-                self._file.close()
-        self._aside.unlink(missing_ok=True)
-
-    def _opened(self) -> BinaryIO:
-        if self._file is None:
-            self._file = self._aside.open("wb")
-        return self._file
+        self._file.abandon()
 
 
 def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:

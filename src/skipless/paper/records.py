@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skipless.files import append_line, read_lines, sole_worker
+from skipless.files import FolderLock, append_line, read_lines
 from skipless.paper.experiments import Job, Text
 
 CURVE_POINTS = 100
@@ -180,7 +180,6 @@ class ResultsFolder:
         """Write a record, flushed to the disk; what is kept in memory is what a later call will read."""
         file = self.log(record.item)
         file.parent.mkdir(parents=True, exist_ok=True)
-        read_lines(file)  # cuts off what a crash left of the last line
         line = record.to_json()
         append_line(file, line)
         self.records[record.key] = Record.from_json(line)
@@ -196,8 +195,7 @@ class ResultsFolder:
     def locked(self) -> Generator[None]:
         """Keep a second `skipless reproduce` out of the folder; the lock ends with the process."""
         self.path.mkdir(parents=True, exist_ok=True)
-        refusal = f"another skipless reproduce is working in {self.path}: wait for it, or use another --out"
-        with sole_worker(self.path, refusal):
+        with FolderLock(self.path, "reproducing in", "wait for it, or use another --out"):
             self.records = self._read()  # of what another one has added before it let go
             yield
 
@@ -208,6 +206,6 @@ class ResultsFolder:
 
 def _records(file: Path) -> Iterable[Record]:
     try:
-        return [Record.from_json(line) for line in read_lines(file, mend=False)]
+        return [Record.from_json(line) for line in read_lines(file)]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged or of another version ({error}); move it away to go on without") from error

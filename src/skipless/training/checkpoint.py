@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from skipless.files import storing, sync_folder, write_whole
+from skipless.files import sync_folder, write_json, write_whole, writing
 from skipless.model.config import ModelConfig
 from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
@@ -71,7 +71,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Put state.json into `folder`, hashed too."""
         values = asdict(self)
-        write_whole(folder / STATE, json.dumps({"sha256": _digest(values), **values}, indent=1).encode() + b"\n")
+        write_json(folder / STATE, {"sha256": _digest(values), **values}, indent=1)
 
 
 def verified(folder: Path) -> Manifest:
@@ -290,7 +290,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     def write() -> None:
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         metadata = {"format": "pt", CONFIG: config.to_json(), SHA256: _weights_digest(whole)}
-        with storing(path, "export again"):
+        with writing(path, "export again"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, _ordered(save(whole, metadata)))
 
@@ -476,7 +476,7 @@ def _storing(target: Path, aside: Path, tensors: Mapping[str, Tensor]) -> Genera
     older = _found(target.parent)
     kept = f"go on with --resume from {older[-1].name}" if older else "train again; there is no older checkpoint"
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    with storing(target, kept, needed):
+    with writing(target, kept, room="make room, or lower train.keep", needed=needed):
         try:
             yield
         except OSError:

@@ -1,5 +1,6 @@
 """Divergence: noticed, explained, and probed on the way."""
 
+import io
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from skipless.files import write_whole
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
 from skipless.theory.certificate import Band
@@ -34,13 +36,11 @@ class Probe:
         }
 
     def save(self, folder: Path) -> Path:
-        """probes/step-….npz in float32, written aside and renamed."""
+        """probes/step-….npz, in float32."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"step-{self.step:08d}.npz"
-        aside = path.with_suffix(".partial")
-        with aside.open("wb") as file:
-            np.savez_compressed(file, step=self.step, states=self.states.astype(np.float32))
-        aside.replace(path)
+        path, data = folder / f"step-{self.step:08d}.npz", io.BytesIO()
+        np.savez_compressed(data, step=self.step, states=self.states.astype(np.float32))
+        write_whole(path, data.getvalue())
         return path
 
 

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 import skipless
 from skipless.data.store import fingerprint
-from skipless.files import ASIDE, storing, write_whole
+from skipless.files import LOCK, PART, FolderLock, Journal, read_lines, write_json, write_whole, writing
 from skipless.training.config import Experiment
 from skipless.training.distributed import is_main, on_main, world_size
 
@@ -71,79 +71,22 @@ def _version(name: str) -> str | None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All whole lines; a last one that is being written, or that a kill cut short, is left out.
+    """All finished lines of a run's log; path: the file, or the run's folder.
 
-    path: the file, or the run's folder. Numbers that are not finite are NaN and Infinity, as Python's json has them.
+    Numbers that are not finite are NaN and Infinity, as Python's json has them.
     """
     path = Path(path)
-    path = path / "metrics.jsonl" if path.is_dir() else path
+    path = path / METRICS if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a run writes it as it trains")
-    lines = path.read_bytes().split(b"\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("it has no step")
-            records.append(record)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}, is damaged ({error}); delete the line to read the rest"
-            ) from error
+    try:
+        records = read_lines(path)
+        for number, record in enumerate(records, 1):
+            if not isinstance(record.get("step"), int):
+                raise ValueError(f"line {number} has no step")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the line to read the rest") from error
     return records
-
-
-class MetricsLog:
-    """Appends records to the file; opened at the first one."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._file = None
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Write a line and hand it to the system: it outlives this process."""
-        if "step" not in record:
-            raise ValueError(f"record {record} has no 'step'; resuming could not tell whether to keep it")
-        line = json.dumps(record) + "\n"
-        if self._file is None:
-            if self.path.is_file():
-                self._keep(read_metrics(self.path))  # no line is added to half of one
-            self._file = self.path.open("a", encoding="utf-8")
-        try:
-            self._file.write(line)
-            self._file.flush()
-        except OSError:
-            with suppress(OSError):  # it would be written again, and its second error hide the first
-                self.close()
-            raise
-
-    def sync(self) -> None:
-        """Flush to the disk: lines outlive the machine."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
-        """Keep the lines up to `step`, none for None; of losses only those of steps that are `due`."""
-        self.close()
-
-        def kept(record: dict[str, Any]) -> bool:
-            extra = due is not None and "loss" in record and not due(record["step"])
-            return step is not None and record["step"] <= step and not extra
-
-        if self.path.is_file():
-            self._keep([record for record in read_metrics(self.path) if kept(record)])
-
-    def close(self) -> None:
-        """Close the file; the next record opens it again."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    def _keep(self, records: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(record) + "\n" for record in records).encode()
-        if text != self.path.read_bytes():
-            write_whole(self.path, text)
 
 
 # Dense bfloat16 peaks in FLOP/s, by a part of the device's name; MFU is shown where the device is known.
@@ -254,13 +197,12 @@ def _rich_progress(name: str, steps: int):
     return progress
 
 
-EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK = (
+EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
     "experiment.json",
     "data.json",
     "env.json",
     "metrics.jsonl",
     "finished.json",
-    ".lock",
 )
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 FREE = ("train.keep",)  # settings that may change when a run goes on
@@ -277,12 +219,12 @@ class RunFolder:
     In a distributed run every process opens it; the main one writes, for the others `log` and the rest do nothing.
     """
 
-    def __init__(self, path: Path, experiment: Experiment, lock: IO[str] | None):
+    def __init__(self, path: Path, experiment: Experiment, lock: FolderLock | None):
         self.path, self.experiment = path, experiment
         self.metrics = path / METRICS
         self.checkpoints, self.export = path / CHECKPOINTS, path / EXPORT
         self._lock = lock
-        self._log = MetricsLog(self.metrics) if lock is not None else None
+        self._log = Journal(self.metrics) if lock is not None else None
 
     @classmethod
     def open(cls, path: str | Path, experiment: Experiment, *, resume: bool) -> "RunFolder":
@@ -293,17 +235,17 @@ class RunFolder:
         resume=True where no run has begun starts one, so that a command can always be run again with --resume.
         """
         path = Path(path)
-        locks: list[IO[str]] = []
+        locks: list[FolderLock] = []
 
         def claim() -> None:
-            with storing(path):
+            with _storing(path):
                 _check_place(path)
                 path.mkdir(parents=True, exist_ok=True)
-                locks.append(_lock(path))
+                locks.append(FolderLock(path, "training in", "wait for it, stop it, or use another folder"))
                 try:
                     _claim(path, experiment, resume)
                 except BaseException:
-                    locks.pop().close()
+                    locks.pop().release()
                     raise
 
         on_main(claim)
@@ -312,13 +254,15 @@ class RunFolder:
     def log(self, record: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl; a kill loses no line that was logged. The record has a "step"."""
         if self._log is not None:
-            with storing(self.metrics):
+            if "step" not in record:
+                raise ValueError(f"record {record} has no 'step'; resuming could not tell whether to keep it")
+            with _storing(self.metrics):
                 self._log.add(record)
 
     def sync(self) -> None:
         """Flush metrics.jsonl to the disk; call it before a checkpoint, which must not survive the lines before it."""
         if self._log is not None:
-            with storing(self.metrics):
+            with _storing(self.metrics):
                 self._log.sync()
 
     def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
@@ -328,34 +272,41 @@ class RunFolder:
         lines of step s are to be logged before the checkpoint of step s. Where records count from 0 and checkpoints
         count updates, the last line that belongs to one is rewind(step - 1)'s.
         """
-        if self._log is not None:
-            with storing(self.metrics):
-                self._log.rewind(step, due)
+
+        def stays(record: dict[str, Any]) -> bool:
+            extra = due is not None and "loss" in record and not due(record["step"])
+            return step is not None and record["step"] <= step and not extra
+
+        if self._log is not None and self.metrics.is_file():
+            with _storing(self.metrics):
+                self._log.replace(record for record in read_metrics(self.metrics) if stays(record))
 
     def finish(self, **summary: Any) -> None:
         """Mark the run as finished, with what is worth knowing at a glance."""
         if self._log is not None:
             self.sync()
-            with storing(self.path / FINISHED):
-                write_whole(self.path / FINISHED, json.dumps(summary, indent=2).encode() + b"\n")
+            with _storing(self.path / FINISHED):
+                write_json(self.path / FINISHED, summary)
 
     def close(self) -> None:
         """Close the log and let go of the folder."""
         try:
             if self._log is not None:
-                with storing(self.metrics):
+                with _storing(self.metrics):
                     self._log.close()
         finally:
             if self._lock is not None:
-                self._lock.truncate(0)
-                self._lock.close()
-                self._lock = None
+                self._lock.release()
 
     def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _storing(path: Path) -> AbstractContextManager[None]:
+    return writing(path, "go on with --resume", room="make room, or lower train.keep")
 
 
 def read_experiment(path: str | Path) -> Experiment:
@@ -374,51 +325,12 @@ def _check_place(path: Path) -> None:
         raise ValueError(f"{path} is a file; a run needs a folder")
     own = (EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK, CHECKPOINTS, EXPORT)
     foreign = (
-        [file.name for file in path.iterdir() if file.name not in own and file.suffix != ASIDE] if path.exists() else []
+        [file.name for file in path.iterdir() if file.name not in own and file.suffix != PART] if path.exists() else []
     )
     if foreign and not (path / EXPERIMENT).is_file():
         raise ValueError(
             f"{path} holds other files ({', '.join(sorted(foreign)[:3])}); give the run a folder of its own"
         )
-
-
-def _lock(path: Path) -> IO[str]:
-    """The lock file, held until it is closed or the process ends, however that ends: a kill leaves no stale lock."""
-    file = (path / LOCK).open("a+")
-    file.seek(0)
-    holder, here = file.read().strip(), f"on {socket.gethostname()}"
-    if not _free(file, holder, here):
-        file.close()
-        raise ValueError(
-            f"{holder or 'another process'} is training in {path}; wait for it, stop it, or use another folder. If it "
-            f"no longer exists, delete {path / LOCK}"
-        )
-    if holder and not holder.endswith(here):
-        logger.warning("%s was last trained by %s; if that still runs, stop it: two would spoil the run", path, holder)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} {here}\n")
-    file.flush()
-    return file
-
-
-def _free(file: IO[str], holder: str, here: str) -> bool:
-    """Whether no one else has the lock; by the holder's number where the file system knows no locks."""
-    try:
-        fcntl = import_module("fcntl")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        return True  # Windows
-    except BlockingIOError:
-        return False
-    except OSError:
-        if not holder.endswith(here):
-            return not holder
-        try:
-            os.kill(int(holder.split()[1]), 0)
-        except ProcessLookupError:
-            return True
-        return False
-    return True
 
 
 def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
@@ -435,11 +347,11 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
         logger.info("%s holds no run yet: it starts from the beginning", path)
     for name in (CHECKPOINTS, EXPORT):
         (path / name).mkdir(exist_ok=True)
-    for leftover in path.glob(f"*{ASIDE}"):
+    for leftover in path.glob(f"*{PART}"):
         leftover.unlink()
     _note_environment(path / ENVIRONMENT, begun)
     if not begun:
-        write_whole(path / DATA, json.dumps(_fingerprints(experiment), indent=2).encode() + b"\n")
+        write_json(path / DATA, _fingerprints(experiment))
         write_whole(file, experiment.to_json().encode() + b"\n")
 
 
@@ -458,7 +370,7 @@ def _note_environment(file: Path, begun: bool) -> None:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
         noted = {**first, "resumed": [*first.get("resumed", []), noted]}
-    write_whole(file, json.dumps(noted, indent=2).encode() + b"\n")
+    write_json(file, noted)
 
 
 def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
