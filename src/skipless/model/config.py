@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from skipless.nn.attention import QueryKeyInit
+from skipless.nn.attention import QueryKeyInit, ValueOutput
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, Skip
@@ -32,6 +32,7 @@ _CHOICES = {
     "mlp_bias": (True, False),
     "causal": (True, False),
     "mlp_init": (None, "mirrored"),
+    "value_output": ("trained", "identity"),
 }
 
 
@@ -75,6 +76,11 @@ def check_sizes(config: "ModelConfig") -> None:
         raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
     if config.position == "rope" and (config.width // config.heads) % 2:
         raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
+    if config.value_output == "identity" and config.kv_heads != config.heads:
+        raise ValueError(
+            f"kv_heads={config.kv_heads} with value_output='identity': values are then all {config.heads} heads of the "
+            f"input, and the kernels of attention take as many key heads; use kv_heads={config.heads}"
+        )
     alibi = getattr(config.scheme, "alibi_heads", 0)
     if alibi and alibi != config.heads:
         raise ValueError(f"alibi_heads={alibi} differs from heads={config.heads}; use alibi_heads={config.heads}")
@@ -154,7 +160,8 @@ class ModelConfig:
     attention-only, with no activation to solve. length is the training length: calibrations and presets use it, and
     only calibrations "exact" and "mlp-aware" forbid longer sequences. query_key None means zero-query for SPA, normal
     otherwise. mlp_init None means as `init`; "mirrored" pairs hidden units of opposite sign, so that every MLP starts
-    as an exact rotation of its input (docs/derivations.md).
+    as an exact rotation of its input (docs/derivations.md). value_output="identity" leaves W_V and W_O out: attention
+    mixes the input itself, split by head.
     """
 
     vocab_size: int = 32_000
@@ -180,6 +187,7 @@ class ModelConfig:
     head: Head = "lm"
     classes: int = 0
     mlp_init: Literal["mirrored"] | None = None
+    value_output: ValueOutput = "trained"
 
     def __post_init__(self):
         _check_kinds(self)
@@ -244,7 +252,8 @@ class ModelConfig:
     def matrix_parameters(self) -> int:
         """Entries of all weight matrices, the shared embedding included: what is quoted as a model's size."""
         kv = self.width // self.heads * (self.kv_heads or self.heads)
-        block = 2 * self.width**2 + 2 * self.width * kv + 2 * self.width * (self.hidden or 0)
+        values = self.width**2 + self.width * kv if self.value_output == "trained" else 0
+        block = self.width**2 + self.width * kv + values + 2 * self.width * (self.hidden or 0)
         return self.vocab_size * self.width + self.depth * block
 
     def replace(self, **changes: Any) -> "ModelConfig":

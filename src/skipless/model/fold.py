@@ -130,7 +130,10 @@ class Folding:
         return self.config.mlp_bias or self.shaped.input_shift != 0.0 or self.shaped.output_shift != 0.0
 
     def keeps_output(self, index: int) -> bool:
-        """Whether block `index` still has W_O: only the last of an attention-only model, which has no matrix behind."""
+        """Whether block `index` still has W_O: only the last of an attention-only model, which has no matrix behind.
+
+        Where W_O is the identity it is nowhere.
+        """
         return not self.config.hidden and index == self.config.depth - 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,6 +203,11 @@ def check_foldable(config: ModelConfig) -> None:
     for name, skip in skips.items():
         if skip.shortcut != 0.0:
             found.append(f"{name}.shortcut={skip.shortcut} (the stream is also needed unmixed, so nothing is saved)")
+    if not config.hidden and config.value_output == "identity":
+        raise ValueError(
+            "hidden=0 with value_output='identity': a block has W_Q and W_K alone, and there is nothing to merge; use "
+            "the model as it is"
+        )
     if found:
         raise ValueError(
             f"this model cannot be folded: {' and '.join(found)}. Only vanilla models fold, with norm='none' and "
@@ -208,8 +216,8 @@ def check_foldable(config: ModelConfig) -> None:
 
 
 def foldable_streams(config: ModelConfig) -> tuple[Stream, ...]:
-    """Which of W_Q, W_K, W_V are square, and have an MLP before them to go into."""
-    if not config.hidden:
+    """Which of W_Q, W_K, W_V are square, and have an MLP before them to go into; none where values are the stream."""
+    if not config.hidden or config.value_output == "identity":
         return ()
     return STREAMS if config.kv_heads == config.heads else ("query",)
 
@@ -286,7 +294,7 @@ def _merged_state(model: Transformer, folding: Folding) -> Weights:
     """The model's state dict with merged matrices in it, and those that are gone still there, unused."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for index, weights in enumerate(_merged_blocks(model, folding)):
-        dtype = _attention(model.blocks[index]).value.weight.dtype
+        dtype = _attention(model.blocks[index]).key.weight.dtype
         for name, tensor in weights.items():
             # a copy: in float64, a matrix that nothing merged into is still the model's own
             state[f"blocks.{index}.{_key(name)}"] = tensor.to(dtype, copy=True)
@@ -314,11 +322,14 @@ def _merged_blocks(model: Transformer, folding: Folding) -> Iterator[Weights]:
 
 def _read(block: Block) -> Weights:
     """A block's matrices and biases in float64, with the sub-blocks' residual weights multiplied in."""
-    weights = {name: _exact(getattr(_attention(block), name).weight) for name in (*STREAMS, "output")}
-    weights["output"] = weights["output"] * block.attention.residual
+    layers = {name: getattr(_attention(block), name) for name in (*STREAMS, "output")}
+    weights = {name: _exact(layer.weight) for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+    if "output" in weights:
+        weights["output"] = weights["output"] * block.attention.residual
     if block.mlp is not None:
         mlp, residual = cast(MLP, block.mlp.inner), block.mlp.residual
-        weights |= {"up": _exact(mlp.up.weight), "up_bias": _bias(mlp.up)}
+        up = _exact(mlp.up.weight) if "output" in weights else _exact(mlp.up.weight) * block.attention.residual
+        weights |= {"up": up, "up_bias": _bias(mlp.up)}
         weights |= {"down": _exact(mlp.down.weight) * residual, "down_bias": _bias(mlp.down) * residual}
     return weights
 
@@ -329,7 +340,9 @@ def _attention(block: nn.Module) -> ShapedAttention:
 
 def _merge_mlp(weights: Weights, shaped: ShapedActivation) -> None:
     """W_O, α and β into the first layer; γ and δ into the second."""
-    weights["up"] = shaped.input_scale * weights["up"] @ weights.pop("output")
+    weights["up"] = shaped.input_scale * weights["up"]
+    if "output" in weights:
+        weights["up"] = weights["up"] @ weights.pop("output")
     weights["up_bias"] = shaped.input_scale * weights["up_bias"] + shaped.input_shift
     weights["down"] = shaped.output_scale * weights["down"]
     weights["down_bias"] = weights["down_bias"] + shaped.output_shift * weights["down"].sum(dim=1)
@@ -374,6 +387,8 @@ def _report(
 
 
 def _why_not(folding: Folding, index: int, conditions: dict[Stream, float]) -> str:
+    if folding.config.value_output == "identity":
+        return "W_V and W_O are the identity: only the activation's constants are merged"
     if index == 0:
         return "the first block reads the embedding, which stays as it is"
     if not folding.config.hidden:

@@ -26,7 +26,7 @@ from skipless.training.cuda_graph import GraphedStep, chosen, refusal
 from skipless.training.distributed import World, distribute, join_world, plain
 from skipless.training.divergence import Diverged, GradientWatch, check_finite, diagonal_warning, measure
 from skipless.training.evaluate import EvalResult, evaluate_loss
-from skipless.training.optim.build import build_optimizer, warmup_cosine
+from skipless.training.optim.build import build_optimizer, freeze, warmup_cosine
 from skipless.training.run import Board, Display, Line, RunFolder
 from skipless.training.step import TrainStep
 
@@ -196,6 +196,7 @@ def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.
     torch.manual_seed(config.seed)
     with world.device:
         model = Transformer(experiment.model, impl=config.impl)
+    freeze(model, experiment.optimizer)
     if config.recompute:
         model.recompute = _recompute
     if config.compile:
@@ -363,8 +364,8 @@ def _flush(session: Session, step: int, pending: list, watch: GradientWatch, beg
     for offset, norm in enumerate(norms):
         if warning := watch.see(first + offset, norm):
             logger.warning("%s", warning)
-    rates = session.experiment.optimizer.rates
-    rate = rates["value"] * progress.rate_factor * warmup_cosine(step + 1, config.steps, config.warmup)
+    peak = session.experiment.optimizer.peak_rate
+    rate = peak * progress.rate_factor * warmup_cosine(step + 1, config.steps, config.warmup)
     session.paces.append(seconds / len(pending))
     pace = len(pending) * config.batch_size * config.length / max(seconds, 1e-9)
     line = Line(step + 1, losses[-1], progress.ema or 0.0, rate, norms[-1], pace)
