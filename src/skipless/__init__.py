@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skipless.theory.kernels import repeat_rate
     from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
     from skipless.theory.shapes import AttentionShape
+    from skipless.training.load import load
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _HOMES = {
     "fold": "skipless.model.fold",
     "generate": "skipless.model.generate",
     "inspect": "skipless.inspection.inspect",
+    "load": "skipless.training.load",
     "preset": "skipless.model.presets",
     "repeat_rate": "skipless.theory.kernels",
     "shaped_attention": "skipless.ops.attention",
@@ -61,6 +63,7 @@ __all__ = [
     "fold",
     "generate",
     "inspect",
+    "load",
     "preset",
     "repeat_rate",
     "shaped_attention",

@@ -15,7 +15,7 @@ from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.training.checkpoint import save_weights
 from skipless.training.config import DataConfig, Experiment, TrainConfig
-from skipless.training.load import load_trained
+from skipless.training.load import load_model
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_run_of_bytes_needs_its_data_no_more(run, tmp_path):
     shutil.rmtree(run / "export")
     (run / "finished.json").write_text("{}")
     assert export(run, "--out", tmp_path / "out").exit_code == 0
-    assert load_trained(tmp_path / "out").tokenizer.end == 0xFF
+    assert load_model(tmp_path / "out").tokenizer.end == 0xFF
 
 
 def test_an_export_that_fails_changes_nothing(run, monkeypatch):
@@ -86,5 +86,5 @@ def test_weights_cut_short_are_named_with_the_remedy(run):
     assert export(run).exit_code == 0
     weights = run / "export" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
-    with pytest.raises(ValueError, match=r"the weights in .*export .* cut short .* `skipless export RUN`"):
-        load_trained(run / "export")
+    with pytest.raises(ValueError, match=r"export does not load .* cut short .* `skipless export RUN`"):
+        load_model(run / "export")

@@ -8,11 +8,13 @@ import typer
 from typer.testing import CliRunner
 
 from skipless.cli import generate as cli
+from skipless.data.tokenizer import ByteTokenizer
 from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.hf.tokenizer import byte_tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.generate import generate
 from skipless.model.transformer import Transformer
+from skipless.training.load import load_model
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,9 @@ def invoke(*arguments: str, **options):
 
 
 def expected(folder, prompt: str, count: int) -> str:
-    model, tokenizer = cli.load(folder, "cpu")
-    tokens = torch.tensor([tokenizer.encode(prompt)])
-    return tokenizer.decode(generate(model.model, tokens, count)[0].tolist())
+    loaded = load_model(folder)
+    tokens = torch.tensor([loaded.tokenizer.encode(prompt).tolist()])
+    return loaded.tokenizer.decode(generate(loaded.model, tokens, count)[0].tolist())
 
 
 def test_it_writes_the_prompt_and_its_continuation(folder):
@@ -58,7 +60,7 @@ def test_a_seed_repeats(folder):
 
 
 def test_text_comes_piece_by_piece_and_characters_are_never_cut():
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     text = "né 日本 🎉!"
     pieces = list(cli.text_of(tokenizer, list(b"abc"), iter(text.encode())))
     assert pieces == list(text)
@@ -85,5 +87,6 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json; give a run, or a folder that `skipless export RUN`"):
-        cli.load(tmp_path)
+    result = invoke(str(tmp_path), "--prompt", "Once")
+    assert isinstance(result.exception, ValueError)
+    assert "neither a run (no experiment.json) nor a saved model (no config.json)" in str(result.exception)

@@ -7,7 +7,7 @@ import transformers
 
 from skipless.inspection.hooks import find_blocks
 from skipless.inspection.inspect import inspect
-from skipless.inspection.load import build_family, open_model
+from skipless.inspection.load import build_family, open_pretrained
 from skipless.theory import kernels
 
 FAMILIES = ("gpt2", "llama", "gpt-neox", "bert", "vit")
@@ -148,7 +148,7 @@ def test_labels_may_come_in_the_batch():
 def test_a_saved_folder_is_opened_with_its_own_class(tmp_path, family):
     model, batch = random_model(family)
     model.save_pretrained(tmp_path)
-    assert type(open_model(tmp_path)) is type(model)
+    assert type(open_pretrained(tmp_path)) is type(model)
     assert inspect(tmp_path, batch).blocks[-1].cosine_mean == pytest.approx(
         inspect(model, batch).blocks[-1].cosine_mean
     )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
-from skipless.training.checkpoint import load_checkpoint, load_model, save_checkpoint, save_weights
+from skipless.training.checkpoint import load_checkpoint, model_from_weights, save_checkpoint, save_weights
 from skipless.training.config import Experiment
 from skipless.train.optim import OptimizerConfig, build_optimizer
 from skipless.training.run import RunFinishedError, RunFolder

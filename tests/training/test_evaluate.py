@@ -27,7 +27,6 @@ from skipless.training.evaluate import (
     token_bytes,
     token_windows,
 )
-from skipless.training.load import FastTokenizer
 
 TEXT = "\n\n\n".join(f"Article {n}\nThe naïve cat no. {n} sat on {'the mat, and ' * n}slept." for n in range(12))
 
@@ -271,7 +270,7 @@ def test_bytes_of_tokens_are_those_of_the_text(shared_data):
     text = "A naïve, 日本 cat 🎉 sat."
     # that model puts a space of its own before the text
     assert token_bytes(tokenizer)[tokenizer.encode(text)].sum() == len(text.encode()) + 1
-    from skipless.hf.tokenizer import byte_tokenizer, sentencepiece_tokenizer
+    from skipless.hf.tokenizer import FastTokenizer, byte_tokenizer, sentencepiece_tokenizer
 
     fast = FastTokenizer(sentencepiece_tokenizer(shared_data / "tokenizer" / "wiki32k.model"))
     sizes = token_bytes(fast)

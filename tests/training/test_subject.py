@@ -6,19 +6,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from skipless.cli import generate
 from skipless.cli.app import app
 from skipless.data.loader import TokenLoader
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import TokenStore
 from skipless.data.tokenizer import Bytes, ByteTokenizer
 from skipless.model.config import ModelConfig
+from skipless.model.generate import Sampling, generate
 from skipless.model.transformer import Transformer
 from skipless.training.checkpoint import save_checkpoint, save_weights
 from skipless.training.config import DataConfig, Experiment, TrainConfig
 from skipless.training.distributed import join_world
 from skipless.training.evaluate import Windowing, evaluate_loss, evaluate_text, held_out_texts
-from skipless.training.load import find_tokenizer, load_trained
+from skipless.training.load import find_tokenizer, load, load_model
 from skipless.training.run import read_experiment
 
 TEXT = "\n\n\n".join(f"Article {n}\nThe naïve cat no. {n} sat on {'the mat, and ' * n}slept." for n in range(12))
@@ -110,26 +110,56 @@ def test_a_saved_model_is_read_with_its_tokenizer(model, tmp_path):
 
     SkiplessForCausalLM.from_native(model).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    subject = load_trained(tmp_path)
+    subject = load_model(tmp_path)
     expected = evaluate_text(model, ByteTokenizer(), [TEXT], Windowing(16))
     assert evaluate_text(subject.model, subject.tokenizer, [TEXT], Windowing(16)) == expected
 
 
 def test_what_a_folder_lacks_is_said(run, tmp_path, model):
-    with pytest.raises(ValueError, match="neither a run"):
-        load_trained(tmp_path / "nothing")
     lost = Experiment("lost", model.config, DataConfig(folder="gone"), train=TrainConfig(steps=9, warmup=1))
     (run / "experiment.json").write_text(lost.to_json())
     with pytest.raises(ValueError, match=r"tokenizer of .* is not found: its data folder is 'gone'"):
-        load_trained(run)
-    assert load_trained(run, "bytes").validation is None
+        load_model(run)
+    assert load_model(run, "bytes").validation is None
     (run / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no weights, neither"):
-        load_trained(run, "bytes")
+        load_model(run, "bytes")
     save_checkpoint(run / "checkpoints", 7, model, None, {}, keep=1)
-    subject = load_trained(run, "bytes")
+    subject = load_model(run, "bytes")
     assert subject.origin.endswith("step 7")
     assert torch.equal(subject.model.embedding.weight, model.embedding.weight)
+
+
+def test_a_path_that_holds_no_model_is_explained(run, folder, tmp_path):
+    (tmp_path / "runs" / "e-spa").mkdir(parents=True)
+    (tmp_path / "runs" / "e-spa" / "experiment.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for path, complaint in (
+        (tmp_path / "runs" / "e-sap", "does not exist; did you mean .*e-spa"),
+        (tmp_path / "no" / "where", "does not exist; give a run's folder, .*working folder"),
+        (run / "model.safetensors", f"is a file; did you mean its folder, {run}"),
+        (folder, "holds prepared data and no model"),
+        (tmp_path / "runs", r"is a folder of runs; name one of them: .*e-spa$"),
+        (tmp_path / "empty", r"neither a run \(no experiment\.json\) nor a saved model"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            load(path)
+
+
+def test_a_loaded_model_writes_text(run, model):
+    loaded = load(run)
+    assert not loaded.training
+    text = loaded.generate("Once", 9)
+    tokens = torch.tensor([list(b"Once")])
+    assert text == ByteTokenizer().decode(generate(model, tokens, 9, stop=(0xFF,))[0].tolist())
+    assert torch.equal(loaded.generate(tokens, 9), generate(model, tokens, 9))
+    assert loaded.generate("Once", 9, sampling=Sampling(1.0), seed=3) == load(run).generate(
+        "Once", 9, sampling=Sampling(1.0), seed=3
+    )
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        loaded.generate("")
+    with pytest.raises(ValueError, match="text needs a tokenizer"):
+        model.generate("Once")
 
 
 def test_an_export_never_stands_in_for_newer_weights(run, model):
@@ -140,17 +170,17 @@ def test_an_export_never_stands_in_for_newer_weights(run, model):
     with torch.no_grad():
         newer.embedding.weight.add_(1.0)
     save_checkpoint(run / "checkpoints", 101, newer, None, {}, keep=2)
-    subject = load_trained(run)
+    subject = load_model(run)
     assert subject.origin.endswith("step 101")
     assert torch.equal(subject.model.embedding.weight, newer.embedding.weight)
-    assert torch.equal(generate.load(run, "cpu")[0].model.embedding.weight, newer.embedding.weight)
+    assert torch.equal(load(run / "checkpoints" / "step-000031").embedding.weight, model.embedding.weight)
     weights = run / "export" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 0
-    assert torch.equal(load_trained(run / "export").model.embedding.weight, newer.embedding.weight)
+    assert torch.equal(load_model(run / "export").model.embedding.weight, newer.embedding.weight)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(ValueError, match=r"or name its export, .*export$"):
-        load_trained(run)
+        load_model(run)
 
 
 @pytest.mark.parametrize(
@@ -186,4 +216,4 @@ def test_a_run_s_own_tokenizer_file_is_found(run, shared_data):
     model_file = (shared_data / "tokenizer" / "wiki32k.model").read_bytes()
     (run / "tokenizer.model").write_bytes(model_file)
     assert find_tokenizer(run).model == model_file
-    assert load_trained(run).tokenizer.vocab_size == 32_000
+    assert load_model(run).tokenizer.vocab_size == 32_000

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from skipless.model.config import ModelConfig
 from skipless.model.fold import fold
 from skipless.model.transformer import Transformer
-from skipless.training.checkpoint import load_model, load_weights, save_weights
+from skipless.training.checkpoint import load_weights, model_from_weights, save_weights
 
 CONFIG = ModelConfig(vocab_size=32, width=16, depth=2, heads=2, length=8, activation="gelu")
 
@@ -27,7 +27,7 @@ def path(tmp_path):
 
 def test_the_file_alone_is_the_model(path):
     model = make().eval()
-    loaded = load_model(path)
+    loaded = model_from_weights(path)
     assert loaded.config == CONFIG
     assert not loaded.training
     assert all(parameter.requires_grad and parameter.device.type == "cpu" for parameter in loaded.parameters())
@@ -83,22 +83,22 @@ def test_damage_is_named(path):
     data[-5] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged \(its tensors are not"):
-        load_model(path)
+        model_from_weights(path)
     os.truncate(path, len(data) - 100)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged, cut short"):
-        load_model(path)
+        model_from_weights(path)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"model.safetensors is damaged, cut short"):
-        load_model(path)
+        model_from_weights(path)
     path.unlink()
     with pytest.raises(ValueError, match="does not exist"):
-        load_model(path)
+        model_from_weights(path)
 
 
 def test_a_file_without_settings(path):
     save_file({"x": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="does not say which model"):
-        load_model(path)
+        model_from_weights(path)
 
 
 def test_only_a_transformer_has_settings(tmp_path):

@@ -118,16 +118,10 @@ def _check(length: int | None, tasks: str | None, tasks_folder: Path | None, jso
 
 
 def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[LoadedModel, str]":
-    from transformers.utils import logging
+    from skipless.training.load import load_model
 
-    from skipless.training.distributed import find_device
-    from skipless.training.load import load_trained
-
-    logging.disable_progress_bar()
-    place = find_device(device)
-    subject = load_trained(path, tokenizer)
-    subject.model.to(place)
-    return subject, str(place)
+    subject = load_model(path, tokenizer, device)
+    return subject, str(subject.model.embedding.weight.device)
 
 
 def _texts(subject: "LoadedModel", corpus: str | None, options: Options) -> "dict[str, EvalResult]":

@@ -18,11 +18,12 @@ def command(
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
     from skipless.data.tokenizer import MODEL_FILE
-    from skipless.training.load import as_pretrained, load_trained
+    from skipless.hf.modeling import as_pretrained
+    from skipless.training.load import load_model
 
     folder = out or run / "export"
     _check(folder)
-    subject = load_trained(run, tokenizer)
+    subject = load_model(run, tokenizer)
     with _aside(folder) as place:
         for part in as_pretrained(subject.model, subject.tokenizer):
             part.save_pretrained(place)

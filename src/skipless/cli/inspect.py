@@ -22,7 +22,7 @@ from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import open_corpus
 from skipless.inspection.inspect import inspect
 from skipless.inspection.inspection import BlockSignal, Inspection
-from skipless.inspection.load import FAMILIES, build_family, open_model
+from skipless.inspection.load import FAMILIES, build_family, open_pretrained
 from skipless.inspection.rounding import rounding, with_rounding
 from skipless.model import presets
 from skipless.model.transformer import Transformer
@@ -300,13 +300,13 @@ def _preset(name: str, sizes: Mapping[str, int]) -> Transformer:
 
 def _stored(folder: Path, need_tokenizer: bool) -> tuple[nn.Module, Encode | None]:
     """A run's newest weights, or what save_pretrained wrote; a tokenizer is looked for only if a text is read."""
-    from skipless.training.load import load_trained
+    from skipless.training.load import load_model
     from skipless.training.run import EXPERIMENT
 
     if (folder / EXPERIMENT).is_file():
-        subject = load_trained(folder, None if need_tokenizer else "bytes")
+        subject = load_model(folder, None if need_tokenizer else "bytes")
         return subject.model, subject.tokenizer.encode if need_tokenizer else None
-    model = open_model(folder)
+    model = open_pretrained(folder)
     if not need_tokenizer:
         return model, None
     from transformers import AutoTokenizer

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from skipless.hf.tokenizer import fast_tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
@@ -278,6 +279,19 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
         """Rows that resize_token_embeddings adds; everything else is initialised by the native model."""
         if isinstance(module, nn.Embedding | nn.Linear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.width**-0.5)
+
+
+def as_pretrained(model: Transformer, tokenizer: Any) -> tuple[SkiplessForCausalLM, Any]:
+    """A model of ours, whose parameters are shared, and its tokenizer as transformers knows them.
+
+    Text ends at the tokenizer's end-of-document token, also at that of bytes, which is no special one in transformers.
+    """
+    fast = fast_tokenizer(tokenizer)
+    wrapper = SkiplessForCausalLM.from_native(model, fast)
+    wrapper.config.eos_token_id = tokenizer.end
+    assert wrapper.generation_config is not None
+    wrapper.generation_config.eos_token_id = tokenizer.end
+    return wrapper, fast
 
 
 def _check_loaded(model: SkiplessForCausalLM, info: dict[str, Any], place: Any) -> None:

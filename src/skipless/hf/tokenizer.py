@@ -1,18 +1,22 @@
-"""Tokenizers that travel with a model: a SentencePiece unigram file, or plain bytes, as a fast tokenizer."""
+"""Tokenizers that travel with a model: SentencePiece unigram files and plain bytes as fast tokenizers, and back."""
 
+import hashlib
 import re
 import struct
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _UNMATCHABLE = -1e4
 _SPACE = "▁"
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,68 @@ def export_tokenizer(sentencepiece_file: str | Path, folder: str | Path) -> PreT
     tokenizer = sentencepiece_tokenizer(sentencepiece_file)
     tokenizer.save_pretrained(str(folder))
     return tokenizer
+
+
+def fast_tokenizer(tokenizer: Any) -> Any:
+    """The fast tokenizer with the same ids as one of skipless.data: bytes, SentencePiece, or a FastTokenizer's own."""
+    if isinstance(tokenizer, FastTokenizer):
+        return tokenizer.inner
+    if tokenizer.model is None:
+        return byte_tokenizer()
+    with tempfile.NamedTemporaryFile(suffix=".model") as file:
+        file.write(tokenizer.model)
+        file.flush()
+        return sentencepiece_tokenizer(file.name)
+
+
+class FastTokenizer:
+    """A tokenizer of transformers as a skipless Tokenizer. Its end-of-document token is its </s>, `start` its <s>.
+
+    The byte tokenizer has none; its end is 0xFF, as in ByteTokenizer.
+    """
+
+    kind = "transformers"
+    model: bytes | None = None
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.vocab_size = len(inner)
+        self._byte_level = "ByteLevel" in type(inner.backend_tokenizer.decoder).__name__
+        end = inner.eos_token_id
+        if end is None and self._byte_level and self.vocab_size == 256:
+            end = 0xFF
+        if end is None:
+            raise ValueError("the tokenizer has no end-of-text token: set eos_token and save it again")
+        self.end = int(end)
+        self.start: int | None = inner.bos_token_id
+        self.sha256 = hashlib.sha256(inner.backend_tokenizer.to_str().encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids (int32), no special ones added."""
+        return np.array(self.inner.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text; special tokens, the end of a document among them, stand for none."""
+        ids = [int(token) for token in tokens if int(token) != self.end]
+        return str(self.inner.decode(ids, skip_special_tokens=True))
+
+    def encode_documents(self, texts: Iterable[str]) -> np.ndarray:
+        """All documents, each followed by `end`."""
+        return np.concatenate([np.append(self.encode(text), self.end) for text in texts])
+
+    def token_bytes(self) -> np.ndarray:
+        """Bytes of text per token, see skipless.training.evaluate.token_bytes."""
+        special = {*self.inner.all_special_ids, self.end}
+
+        def size(token: int) -> int:
+            piece = self.inner.convert_ids_to_tokens(token)
+            if token in special:
+                return 0
+            if self._byte_level:
+                return len(piece)
+            return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
+
+        return np.array([size(token) for token in range(self.vocab_size)], dtype=np.int64)
 
 
 def _absent_characters(file: SentencePieceFile) -> list[str]:

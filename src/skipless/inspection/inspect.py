@@ -220,9 +220,9 @@ def inspect(
     """
     name = str(model) if isinstance(model, str | Path) else type(unwrapped(model)).__name__
     if isinstance(model, str | Path):
-        from skipless.inspection.load import open_model
+        from skipless.inspection.load import open_pretrained
 
-        model = open_model(model)
+        model = open_pretrained(model)
     model = unwrapped(model)
     labels = given_labels(batch, labels)
     check_batch(model, batch, labels)

@@ -1,4 +1,4 @@
-"""Hugging Face models to inspect: from a folder that save_pretrained wrote, or a family built anew from its config."""
+"""Hugging Face models: from a folder that save_pretrained wrote, or a family built anew from its config."""
 
 import difflib
 from pathlib import Path
@@ -9,32 +9,37 @@ from torch import nn
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt-neox": "gpt_neox", "bert": "bert", "vit": "vit"}
 
 
-def open_model(folder: str | Path) -> nn.Module:
+def open_pretrained(folder: str | Path) -> Any:
     """The model of a folder, on the CPU, with the class its config.json names. Nothing is downloaded or unpickled."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json; give a model object, or a folder written by save_pretrained")
+    import transformers
+    from transformers.utils import logging
+
+    import skipless.hf  # noqa: F401  (registers our own classes)
+
+    logging.disable_progress_bar()
     try:
-        return _loaded(folder)
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        named = (getattr(config, "architectures", None) or [""])[0]
+        kind: Any = getattr(transformers, named, None) or _auto_class(config)
+        return kind.from_pretrained(str(folder), local_files_only=True, use_safetensors=True).eval()
     except OSError:  # these name the file
         raise
     except Exception as error:
         why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".!")
         raise ValueError(
-            f"{folder} does not load ({why}): its weights are damaged, or not those of its config.json; save it anew"
+            f"{folder} does not load ({why}): its weights are damaged, cut short or not those of its config.json; save "
+            "it again, a run with `skipless export RUN`"
         ) from error
 
 
-def _loaded(folder: Path) -> nn.Module:
-    import transformers
+def pretrained_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a folder that save_pretrained wrote."""
+    from transformers import AutoTokenizer
 
-    import skipless.hf  # noqa: F401  (registers our own classes)
-
-    config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-    named = (getattr(config, "architectures", None) or [""])[0]
-    kind: Any = getattr(transformers, named, None) or _auto_class(config)
-    options = {"local_files_only": True, "use_safetensors": True}
-    return kind.from_pretrained(str(folder), **options).eval()
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
 def build_family(name: str, **sizes: int) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -301,6 +301,23 @@ def generate(
     """
     new = stream(model, tokens, max_new_tokens, sampling=sampling, seed=seed, stop=stop, attention_mask=attention_mask)
     return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)
+
+
+def generate_text(model: "Transformer", text: str, max_new_tokens: int, **options: Any) -> str:
+    """The text and its continuation by model.tokenizer, up to the end of a document. options: those of `generate`."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            "text needs a tokenizer, and this model has none: skipless.load(path) attaches a run's own; or set "
+            "model.tokenizer, or give tokens shaped (batch, length)"
+        )
+    ids = tokenizer.encode(text).tolist()
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token to go on from")
+    tokens = torch.tensor([ids], device=model.embedding.weight.device)
+    options.setdefault("stop", (tokenizer.end,))
+    written = generate(model, tokens, max_new_tokens, **options)
+    return tokenizer.decode(written[0].tolist())
 
 
 def stream(

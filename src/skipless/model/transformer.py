@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -88,7 +88,10 @@ class Transformer(nn.Module):
 
     recompute, where set, runs each block as recompute(block, *arguments): activation checkpointing, by
     functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False).
+    tokenizer turns text into tokens and back (encode, decode, end) for `generate`; skipless.load attaches a run's own.
     """
+
+    tokenizer: Any = None
 
     def __init__(self, config: ModelConfig, *, impl: str = "auto"):
         super().__init__()
@@ -150,6 +153,17 @@ class Transformer(nn.Module):
             cache = caches[index] if caches is not None else None
             x = block(x, placement, cache) if self.recompute is None else self.recompute(block, x, placement, cache)
         return self.norm(x)
+
+    def generate(self, prompt: str | Tensor, max_new_tokens: int = 100, **options: Any) -> Any:
+        """The prompt and its continuation: text as text, by self.tokenizer; tokens (batch, T) as tokens.
+
+        Greedy unless options say otherwise: sampling=Sampling(0.8), seed=1, stop=…; see skipless.generate.
+        """
+        from skipless.model.generate import generate, generate_text
+
+        if isinstance(prompt, str):
+            return generate_text(self, prompt, max_new_tokens, **options)
+        return generate(self, prompt, max_new_tokens, **options)
 
     def prepare(self, length: int, like: Tensor) -> list[BiasVectors]:
         """Build every block's shape parts for `length` locations, before any compiled region; cheap when they exist.

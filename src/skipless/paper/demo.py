@@ -16,7 +16,7 @@ from skipless.model.transformer import certificate, input_norm
 from skipless.theory import kernels
 from skipless.theory.certificate import Verdict
 from skipless.theory.schemes import ExponentialSPA
-from skipless.training.checkpoint import load_model
+from skipless.training.checkpoint import model_from_weights
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
 from skipless.training.run import read_metrics
 from skipless.training.trainer import read_result
@@ -204,7 +204,7 @@ def sample(weights: Path, tokens: int, seed: int) -> str:
     """Text that the saved network writes after PROMPT; control characters and broken UTF-8 are shown as U+FFFD."""
     import torch
 
-    model = load_model(weights, impl="sdpa")
+    model = model_from_weights(weights, impl="sdpa")
     prompt = torch.tensor([list(PROMPT.encode())])
     with torch.inference_mode():
         written = generate(model, prompt, tokens, sampling=SAMPLING, seed=seed)[0].tolist()

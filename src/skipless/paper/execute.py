@@ -36,7 +36,7 @@ from skipless.theory import kernels, propagation
 from skipless.training import trainer
 from skipless.training.config import Experiment
 from skipless.training.divergence import Diverged
-from skipless.training.load import load_trained
+from skipless.training.load import load_model
 from skipless.training.run import EXPERIMENT, METRICS, RunFinishedError, git_state, read_experiment, read_metrics
 from skipless.training.tasks import TASKS, local_records, questions, score_tasks, task_file
 from skipless.training.trainer import OutOfTime, RunLimits, train
@@ -148,8 +148,7 @@ def task_measures(folder: Path, tasks: Path | None, device: str) -> dict[str, fl
     """Accuracy on each task in per cent, and their mean."""
     if tasks is None:
         raise ValueError("zero-shot accuracy needs --tasks-folder, the folder of the tasks' .jsonl files")
-    subject = load_trained(folder)
-    subject.model.to(device)
+    subject = load_model(folder, device=device)
     asked = {name: questions(name, local_records(name, tasks), file=task_file(name, tasks)) for name in TASKS}
     length = subject.model.config.length
     scores = score_tasks(subject.model, subject.tokenizer, asked, length=length)

@@ -305,7 +305,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     set_model_state_dict(model, cast(dict[str, Any], tensors), options=StateDictOptions(full_state_dict=True))
 
 
-def load_model(path: Path, *, impl: str = "auto") -> Transformer:
+def model_from_weights(path: Path, *, impl: str = "auto") -> Transformer:
     """The Transformer of save_weights' file, from that file alone, on the CPU and in evaluation mode."""
     metadata, tensors = _read_weights(path)
     if CONFIG not in metadata:
@@ -350,7 +350,7 @@ def _weights_digest(tensors: Mapping[str, Tensor]) -> str:
     return sha256.hexdigest()
 
 
-__all__ = ["discard_from", "load_checkpoint", "load_model", "load_weights", "save_checkpoint", "save_weights"]
+__all__ = ["discard_from", "load_checkpoint", "load_weights", "model_from_weights", "save_checkpoint", "save_weights"]
 
 logger = logging.getLogger("skipless")
 _NAME = re.compile(r"step-(\d+)(\.old)?")

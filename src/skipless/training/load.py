@@ -1,80 +1,28 @@
-"""One way to open a trained model: a run, its checkpoint or an export, with its tokenizer."""
+"""Open a trained model: a run, one of its checkpoints, or an export; with its tokenizer."""
 
-import hashlib
-import re
-import tempfile
-from collections.abc import Iterable
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
+from skipless.inspection.load import open_pretrained, pretrained_tokenizer
 from skipless.model.transformer import Transformer
-from skipless.training.checkpoint import load_checkpoint, load_model
+from skipless.training.checkpoint import load_checkpoint, model_from_weights, restore, verified
 from skipless.training.config import Experiment
+from skipless.training.distributed import find_device
 from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, read_experiment
 
-if TYPE_CHECKING:
-    from skipless.hf.modeling import SkiplessForCausalLM
-
-
-def read_pretrained(folder: str | Path) -> "SkiplessForCausalLM":
-    """What save_pretrained wrote, from the disk alone, on the CPU and in evaluation mode."""
-    from safetensors import SafetensorError
-
-    from skipless.hf.modeling import SkiplessForCausalLM
-
-    try:
-        return SkiplessForCausalLM.from_pretrained(str(folder), local_files_only=True).eval()
-    except SafetensorError as error:
-        raise ValueError(
-            f"the weights in {folder} (*.safetensors) are damaged or cut short ({error}): write them again, for a run "
-            "with `skipless export RUN`"
-        ) from error
-
-
-def as_pretrained(model: "Transformer", tokenizer: Tokenizer) -> "tuple[SkiplessForCausalLM, Any]":
-    """A model of ours, whose parameters are shared, and its tokenizer as transformers knows them.
-
-    Text ends at the tokenizer's end-of-document token, also at that of bytes, which is no special one in transformers.
-    """
-    from skipless.hf.modeling import SkiplessForCausalLM
-
-    fast = fast_tokenizer(tokenizer)
-    wrapper = SkiplessForCausalLM.from_native(model, fast)
-    wrapper.config.eos_token_id = tokenizer.end
-    assert wrapper.generation_config is not None
-    wrapper.generation_config.eos_token_id = tokenizer.end
-    return wrapper, fast
-
-
-def fast_tokenizer(tokenizer: Tokenizer) -> Any:
-    """The fast tokenizer with the same ids."""
-    from skipless.hf.tokenizer import byte_tokenizer, sentencepiece_tokenizer
-
-    inner = getattr(tokenizer, "inner", None)
-    if inner is not None:
-        return inner
-    if tokenizer.model is None:
-        return byte_tokenizer()
-    with tempfile.NamedTemporaryFile(suffix=".model") as file:
-        file.write(tokenizer.model)
-        file.flush()
-        return sentencepiece_tokenizer(file.name)
-
-
 WEIGHTS = "model.safetensors"
-_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+CONFIG = "config.json"
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """origin says which weights these are; validation is the prepared folder that a run validates on.
+    """A model in evaluation mode, and what is known of it.
 
-    length and packed are how a run trained and validated; a saved model knows its length only.
+    origin says which weights these are. length and packed are how a run trained and validated; a saved model knows its
+    length only. validation is the prepared folder that a run validates on. Generated text ends at a token of `stop`.
     """
 
     model: Transformer
@@ -83,71 +31,54 @@ class LoadedModel:
     length: int
     packed: bool = False
     validation: Path | None = None
+    stop: tuple[int, ...] = ()
 
 
-class FastTokenizer:
-    """A tokenizer of transformers as a skipless Tokenizer. Its end-of-document token is its </s>.
+def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str | None = "cpu") -> Transformer:
+    """A trained model in evaluation mode, its tokenizer attached: load("runs/e-spa").generate("The signal").
 
-    The byte tokenizer has none; its end is 0xFF, as in ByteTokenizer.
+    path: a run's folder (its newest weights are taken), a checkpoint in it, or a folder that save_pretrained or
+    `skipless export` wrote. tokenizer names another one than the model's own: a .model file, a prepared folder or
+    "bytes". device None is a GPU where there is one.
     """
-
-    kind = "transformers"
-    model: bytes | None = None
-
-    def __init__(self, inner: Any):
-        self.inner = inner
-        self.vocab_size = len(inner)
-        self._byte_level = "ByteLevel" in type(inner.backend_tokenizer.decoder).__name__
-        end = inner.eos_token_id
-        if end is None and self._byte_level and self.vocab_size == 256:
-            end = 0xFF
-        if end is None:
-            raise ValueError("the tokenizer has no end-of-text token: set eos_token and save it again")
-        self.end = int(end)
-        self.sha256 = hashlib.sha256(inner.backend_tokenizer.to_str().encode()).hexdigest()
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids (int32), no special ones added."""
-        return np.array(self.inner.encode(text, add_special_tokens=False), dtype=np.int32)
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text; end-of-document tokens stand for none."""
-        return str(self.inner.decode([int(token) for token in tokens if int(token) != self.end]))
-
-    def encode_documents(self, texts: Iterable[str]) -> np.ndarray:
-        """All documents, each followed by `end`."""
-        return np.concatenate([np.append(self.encode(text), self.end) for text in texts])
-
-    def token_bytes(self) -> np.ndarray:
-        """Bytes of text per token, see skipless.training.evaluate.token_bytes."""
-        special = {*self.inner.all_special_ids, self.end}
-
-        def size(token: int) -> int:
-            piece = self.inner.convert_ids_to_tokens(token)
-            if token in special:
-                return 0
-            if self._byte_level:
-                return len(piece)
-            return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
-
-        return np.array([size(token) for token in range(self.vocab_size)], dtype=np.int64)
+    return load_model(path, tokenizer, device).model
 
 
-def load_trained(path: str | Path, tokenizer: str | Path | None = None) -> LoadedModel:
-    """The model on the CPU and its tokenizer. A run's tokenizer is the one kept in it, or in its prepared data.
-
-    tokenizer names another one: a SentencePiece .model file, "bytes", or a prepared folder.
-    """
-    path = Path(path)
+def load_model(path: str | Path, tokenizer: str | Path | None = None, device: str | None = "cpu") -> LoadedModel:
+    """What `load` opens, with all that is known of it."""
+    path, place = Path(path), find_device(device)
     given = None if tokenizer is None else find_tokenizer(tokenizer)
     if (path / EXPERIMENT).is_file():
-        return _run(path, given)
-    if (path / "config.json").is_file():
-        return _saved(path, given)
-    raise ValueError(
-        f"{path} is neither a run (no {EXPERIMENT}) nor a saved model (no config.json): give a folder that "
-        "`skipless train` or save_pretrained wrote"
-    )
+        loaded = _run(path, given)
+    elif path.parent.name == CHECKPOINTS and (path.parents[1] / EXPERIMENT).is_file() and path.is_dir():
+        loaded = _run(path.parents[1], given, checkpoint=path)
+    elif (path / CONFIG).is_file():
+        loaded = _saved(path, given)
+    else:
+        raise ValueError(_why_not(path))
+    loaded.model.to(place)
+    loaded.model.tokenizer = loaded.tokenizer
+    return loaded
+
+
+def _why_not(path: Path) -> str:
+    """What a path that holds no model is, and what to give instead."""
+    wanted = "give a run's folder, a checkpoint in it, or a folder that `skipless export` or save_pretrained wrote"
+    if not path.exists():
+        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, n=1)
+        hint = f"did you mean {path.parent / near[0]}?" if near else f"{wanted} (working folder {Path.cwd()})"
+        return f"{path} does not exist; {hint}"
+    if path.is_file():
+        holder = path.parent if path.parent.name != EXPORT or path.name != WEIGHTS else path.parents[1]
+        near = holder if any((holder / name).is_file() for name in (EXPERIMENT, CONFIG)) else None
+        return f"{path} is a file; " + (f"did you mean its folder, {near}?" if near else wanted)
+    if (path / MANIFEST).is_file():
+        return f"{path} holds prepared data and no model; {wanted}"
+    runs = sorted(file.parent.name for file in path.glob(f"*/{EXPERIMENT}"))
+    if runs:
+        return f"{path} is a folder of runs; name one of them: {', '.join(str(path / name) for name in runs[:5])}"
+    return f"{path} is neither a run (no {EXPERIMENT}) nor a saved model (no {CONFIG}); {wanted}"
 
 
 def find_tokenizer(name: str | Path) -> Tokenizer:
@@ -158,25 +89,39 @@ def find_tokenizer(name: str | Path) -> Tokenizer:
     if (folder / MODEL_FILE).is_file():
         return load_tokenizer(folder / MODEL_FILE)
     if (folder / "tokenizer.json").is_file():
-        return _fast(folder)
+        from skipless.hf.tokenizer import FastTokenizer
+
+        return FastTokenizer(pretrained_tokenizer(folder))
     return load_tokenizer(name)
 
 
-def _run(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (MANIFEST, MODEL_FILE, "tokenizer.json"))
+
+
+def _run(path: Path, tokenizer: Tokenizer | None, checkpoint: Path | None = None) -> LoadedModel:
+    """The weights of a finished run, or those of its newest checkpoint. Never an export, which may be older."""
     experiment = read_experiment(path)
-    named = experiment.data.folder
-    data = Path(named) if named is not None and (Path(named) / MANIFEST).is_file() else None
-    tokenizer = tokenizer or _run_tokenizer(path, data, experiment)
-    valid = Path(experiment.data.valid or named or "")
-    model, origin = _run_model(path, experiment)
-    how = (experiment.train.length, experiment.data.packed)
-    return LoadedModel(model, tokenizer, origin, *how, valid if (valid / MANIFEST).is_file() else None)
+    tokenizer = tokenizer or _run_tokenizer(path, experiment)
+    valid = Path(experiment.data.valid or experiment.data.folder or "")
+    model, origin = _run_weights(path, experiment) if checkpoint is None else _checkpoint(checkpoint, experiment)
+    return LoadedModel(
+        model,
+        tokenizer,
+        origin,
+        experiment.train.length,
+        experiment.data.packed,
+        validation=valid if (valid / MANIFEST).is_file() else None,
+        stop=(tokenizer.end,),
+    )
 
 
-def _run_tokenizer(path: Path, data: Path | None, experiment: Experiment) -> Tokenizer:
-    places = [place for place in (path, data, path / EXPORT) if place is not None and _has_tokenizer(place)]
-    if places:
-        return find_tokenizer(places[0])
+def _run_tokenizer(path: Path, experiment: Experiment) -> Tokenizer:
+    """The one kept in the run, in its prepared data, or in its export."""
+    data = Path(experiment.data.folder or path)
+    for place in (path, data, path / EXPORT):
+        if _has_tokenizer(place):
+            return find_tokenizer(place)
     if (path / FINISHED).is_file() and experiment.model.vocab_size in (256, 257):
         return ByteTokenizer()  # any other kind of tokenizer lies in the folder of a finished run
     raise ValueError(
@@ -185,16 +130,21 @@ def _run_tokenizer(path: Path, data: Path | None, experiment: Experiment) -> Tok
     )
 
 
-def _run_model(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
-    """The weights of a finished run, or those of the newest checkpoint. Never an export, which may be older."""
+def _run_weights(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
     if (path / WEIGHTS).is_file():
-        return load_model(path / WEIGHTS), str(path / WEIGHTS)
+        return model_from_weights(path / WEIGHTS), str(path / WEIGHTS)
     model = Transformer(experiment.model)
     found = load_checkpoint(path / CHECKPOINTS, model)
     if found is None:
-        other = f", or name its export, {path / EXPORT}" if (path / EXPORT / "config.json").is_file() else ""
+        other = f", or name its export, {path / EXPORT}" if (path / EXPORT / CONFIG).is_file() else ""
         raise ValueError(f"{path} holds no weights, neither {WEIGHTS} nor a checkpoint: train it first{other}")
     return model.eval(), f"{path / CHECKPOINTS}, step {found[0]}"
+
+
+def _checkpoint(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
+    model, step = Transformer(experiment.model), verified(path).step
+    restore(path, model, None, None)
+    return model.eval(), f"{path.parent}, step {step}"
 
 
 def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
@@ -202,15 +152,11 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
         raise ValueError(
             f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
         )
-    model = read_pretrained(path).model
-    return LoadedModel(model, tokenizer or find_tokenizer(path), str(path), model.config.length)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (MANIFEST, MODEL_FILE, "tokenizer.json"))
-
-
-def _fast(folder: Path) -> FastTokenizer:
-    from transformers import AutoTokenizer
-
-    return FastTokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True))
+    saved = open_pretrained(path)
+    model = saved.model
+    if not isinstance(model, Transformer):
+        raise ValueError(f"{path} holds a {type(saved).__name__}, not a skipless network; `skipless inspect` reads it")
+    tokenizer = tokenizer or find_tokenizer(path)
+    ends = saved.generation_config.eos_token_id if saved.generation_config is not None else None
+    stop = (tokenizer.end,) if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+    return LoadedModel(model, tokenizer, str(path), model.config.length, stop=stop)

@@ -21,7 +21,6 @@ from skipless.data.tokenizer import Tokenizer
 from skipless.model.transformer import Transformer
 from skipless.ops.precision import Precision
 from skipless.training.evaluate import Row, check_vocabulary, config_of, scoring
-from skipless.training.load import fast_tokenizer
 
 
 @dataclass(frozen=True)
@@ -351,6 +350,8 @@ def raw_results(
 
 def as_transformers(tokenizer: Tokenizer) -> Any:
     """The tokenizer in transformers' form, with an end-of-text token, which lm-eval insists on."""
+    from skipless.hf.tokenizer import fast_tokenizer
+
     inner = fast_tokenizer(tokenizer)
     if inner.eos_token is None:
         inner.eos_token = inner.convert_ids_to_tokens(tokenizer.end)
