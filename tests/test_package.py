@@ -48,8 +48,28 @@ def test_import_loads_nothing_slow(code: str) -> None:
 
 
 def test_import_is_quick() -> None:
-    code = "import torch\nstart = time.perf_counter()\nimport skipless\nanswer = time.perf_counter() - start"
-    assert run_fresh(code)["answer"] < 3.0
+    """Half a second beyond torch; CPU time, and torch as the measure, since a machine may be slow or busy."""
+    code = """
+import os
+times = [os.times().user]
+import torch
+times.append(os.times().user)
+import skipless
+skipless.Transformer
+times.append(os.times().user)
+answer = times
+"""
+    start, torch, ours = run_fresh(code)["answer"]
+    assert ours - torch < max(0.5, 0.25 * (torch - start))
+
+
+@pytest.mark.parametrize("module", ["theory.certificate", "model.presets", "training.config", "data.prepare"])
+def test_configurations_need_neither_torch_nor_scipy_s_parts(module: str) -> None:
+    """Names, sizes and corpora are read at once; scipy itself loads its parts when they are used."""
+    code = f"import skipless.{module}\nanswer = [name for name in sys.modules if name.startswith('scipy.')]"
+    seen = run_fresh(code)
+    assert "torch" not in seen["modules"]
+    assert not {"scipy.special", "scipy.linalg", "scipy.optimize", "scipy.signal"} & set(seen["answer"])
 
 
 def test_every_public_name_resolves() -> None:

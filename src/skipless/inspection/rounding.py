@@ -18,7 +18,7 @@ from skipless.inspection.inspect import (
     unwrapped,
 )
 from skipless.inspection.inspection import Inspection
-from skipless.ops.precision import HALF, Precision, autocast
+from skipless.ops.precision import HALF, autocast
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def with_rounding(found: Inspection, shares: Sequence[float]) -> Inspection:
     return replace(found, blocks=tuple(replace(block, rounding=share) for block, share in blocks))
 
 
-def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision: Precision) -> list[Tensor]:
+def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision: str) -> list[Tensor]:
     """What every block gives, as (rows, T, width); "fp32" leaves the parameters' precision as it is."""
     given: list[Tensor] = []
     hooks = [block.register_forward_hook(lambda _, __, output: given.append(hidden(output))) for block in blocks]

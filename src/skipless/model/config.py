@@ -15,10 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from skipless.nn.attention import QueryKeyInit, ValueOutput
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, odd_factor
-from skipless.theory.propagation import NormPlacement, Skip
+from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
 
 _LEAST = {"vocab_size": 1, "width": 1, "depth": 1, "heads": 1, "kv_heads": 1, "hidden": 0, "length": 1, "classes": 0}

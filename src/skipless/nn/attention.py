@@ -14,10 +14,8 @@ from skipless.ops.bias import BiasVectors
 from skipless.ops.inputs import Request
 from skipless.ops.layout import Layout
 from skipless.ops.linear import applied, is_bare
+from skipless.theory.propagation import QueryKeyInit, ValueOutput
 from skipless.theory.shapes import AttentionShape, DenseShape, IdentityShape, PlainShape, RescaledShape
-
-QueryKeyInit = Literal["zero-query", "zero-key", "small", "normal"]
-ValueOutput = Literal["trained", "identity"]
 
 _SHORTEST_STORED = 512
 

@@ -5,7 +5,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import flex_attention
 
 from skipless.ops import layout as ops_layout
@@ -105,6 +104,8 @@ def _compiled() -> Callable[..., Tensor]:
 def _run(*arguments) -> Tensor:
     if torch.compiler.is_compiling():
         return _attention(*arguments)
+    from torch._dynamo.exc import FailOnRecompileLimitHit  # loads the compiler, which takes seconds
+
     with torch._dynamo.config.patch(recompile_limit=_SIGNATURES, fail_on_recompile_limit_hit=True):
         try:
             return _compiled()(*arguments)

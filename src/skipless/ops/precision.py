@@ -1,17 +1,15 @@
 """What products are computed in, and the scale that float16's gradients need."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Precision = Literal["bf16", "fp16", "fp32"]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager:
-    """Where products are computed in `precision`."""
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """Where products are computed in `precision`, which is bf16, fp16 or fp32."""
     return torch.autocast(device.type, dtype=HALF[precision]) if precision in HALF else nullcontext()
 
 
@@ -22,7 +20,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if lowered else x.dtype
 
 
-def loss_scale(precision: Precision, tokens: int) -> float:
+def loss_scale(precision: str, tokens: int) -> float:
     """What the loss, a mean over `tokens`, is multiplied by before the backward pass. Micikevicius et al. 2018.
 
     In float16 the power of two below the number of tokens, over 16: a network that preserves its signal hands back

@@ -16,11 +16,10 @@ import numpy as np
 from skipless.data.store import MANIFEST, TokenStore, fingerprint
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
-from skipless.ops.precision import Precision
 from skipless.paper.numbers import Printed
 from skipless.paper.recipes import prepared
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
-from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
+from skipless.training.config import DataConfig, Experiment, OptimizerConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
     from skipless.paper.claims import Band

@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from skipless.model.presets import REPEAT_RATE
-from skipless.ops.precision import Precision
 from skipless.paper import numbers
 from skipless.paper.claims import Above, Learns, Lower, Match, Reaches
 from skipless.paper.experiments import Arm, Item, Optimizer
 from skipless.paper.numbers import Printed
 from skipless.theory.schemes import Calibration, ExponentialSPA
-from skipless.training.config import ORTHOGONAL_ROLES
+from skipless.training.config import ORTHOGONAL_ROLES, Precision
 
 
 def _longer(name: str, corpus: str, where: str, multiples: tuple[float, ...], note: str = "") -> Item:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import expit, ndtr
+import scipy
 
 Array = np.ndarray
 _RECTIFIED = ("relu", "leaky_relu")
@@ -25,12 +25,20 @@ class _Smooth(NamedTuple):
     curvature: Callable[[Array], Array]
 
 
+def _logistic(x: Array) -> Array:
+    return scipy.special.expit(x)
+
+
+def _normal_cdf(x: Array) -> Array:
+    return scipy.special.ndtr(x)
+
+
 def _density(x: Array) -> Array:
     return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
 def _logistic_slope(x: Array) -> Array:
-    return expit(x) * expit(-x)
+    return _logistic(x) * _logistic(-x)
 
 
 def _logistic_curvature(x: Array) -> Array:
@@ -55,7 +63,7 @@ def _gelu_gate(x: Array) -> tuple[Array, Array, Array]:
 
 def _gelu_tanh_slope(x: Array) -> Array:
     u, du, _ = _gelu_gate(x)
-    return expit(2 * u) + 0.5 * x * _sech2(u) * du
+    return _logistic(2 * u) + 0.5 * x * _sech2(u) * du
 
 
 def _gelu_tanh_curvature(x: Array) -> Array:
@@ -65,20 +73,20 @@ def _gelu_tanh_curvature(x: Array) -> Array:
 
 _SMOOTH: dict[str, _Smooth] = {
     "gelu": _Smooth(
-        lambda x: x * ndtr(x),
-        lambda x: ndtr(x) + x * _density(x),
+        lambda x: x * _normal_cdf(x),
+        lambda x: _normal_cdf(x) + x * _density(x),
         lambda x: (2 - x * x) * _density(x),
     ),
-    "gelu_tanh": _Smooth(lambda x: x * expit(2 * _gelu_gate(x)[0]), _gelu_tanh_slope, _gelu_tanh_curvature),
+    "gelu_tanh": _Smooth(lambda x: x * _logistic(2 * _gelu_gate(x)[0]), _gelu_tanh_slope, _gelu_tanh_curvature),
     "identity": _Smooth(lambda x: 1.0 * x, np.ones_like, np.zeros_like),
-    "sigmoid": _Smooth(expit, _logistic_slope, _logistic_curvature),
+    "sigmoid": _Smooth(_logistic, _logistic_slope, _logistic_curvature),
     "silu": _Smooth(
-        lambda x: x * expit(x),
-        lambda x: expit(x) + x * _logistic_slope(x),
+        lambda x: x * _logistic(x),
+        lambda x: _logistic(x) + x * _logistic_slope(x),
         lambda x: 2 * _logistic_slope(x) + x * _logistic_curvature(x),
     ),
     "sin": _Smooth(np.sin, np.cos, lambda x: -np.sin(x)),
-    "softplus": _Smooth(lambda x: np.logaddexp(0.0, x), expit, _logistic_slope),
+    "softplus": _Smooth(lambda x: np.logaddexp(0.0, x), _logistic, _logistic_slope),
     "tanh": _Smooth(np.tanh, _sech2, lambda x: -2 * np.tanh(x) * _sech2(x)),
 }
 

@@ -1,11 +1,12 @@
 """E-SPA (Theorem 3): one step from decay to decay in closed form, and the schedule of decays over depth."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
-from scipy.signal import lfilter
 
 from skipless.theory.feasibility import (
     check_correlation,
@@ -89,7 +90,7 @@ def row_sums(step: ExponentialStep, repeat_rate: float, length: int) -> np.ndarr
     growth = _mean_diagonal_increments(step.gamma_in, repeat_rate, length) / (root_in[1:] + root_in[:-1])
     drive = np.ones(length)
     drive[1:] = step.lam * (growth - np.expm1(-step.gamma_in) * root_in[:-1])
-    filtered = lfilter([1.0], [1.0, -np.exp(-step.gamma_out)], drive)
+    filtered = _decaying_sum(drive.tolist(), float(np.exp(-step.gamma_out)))
     return filtered / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))
 
 
@@ -124,8 +125,13 @@ def apply(step: ExponentialStep, repeat_rate: float, values: np.ndarray) -> np.n
     drive = scaled.copy()
     drive[..., 1:, :] -= np.exp(-step.gamma_in) * scaled[..., :-1, :]
     drive[..., 1:, :] *= step.lam
-    filtered = lfilter([1.0], [1.0, -np.exp(-step.gamma_out)], drive, axis=-2)
-    return filtered / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))[:, None]
+    filtered = _decaying_sum(np.moveaxis(drive, -2, 0), float(np.exp(-step.gamma_out)))
+    return np.moveaxis(filtered, 0, -2) / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))[:, None]
+
+
+def _decaying_sum(drive: Iterable, decay: float) -> np.ndarray:
+    """y_0 = x_0, y_n = x_n + decay·y_{n−1} along `drive`: a first-order filter."""
+    return np.array(list(accumulate(drive, lambda y, x: x + decay * y)))
 
 
 def converged_length(step: ExponentialStep) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from scipy import linalg
+import scipy
 
 from skipless.theory.feasibility import check_correlation, check_decay_rate, check_length, check_repeat_rate
 
@@ -78,7 +78,7 @@ def uniform_root(rho: float, length: int) -> np.ndarray:
 
 def symmetric_root(kernel: np.ndarray) -> np.ndarray:
     """The symmetric square root R with R R = Σ, by eigendecomposition: non-causal SPA's factor. App. A."""
-    values, vectors = linalg.eigh(kernel)
+    values, vectors = scipy.linalg.eigh(kernel)
     floor = -1e-10 * max(values[-1], 1.0)
     if values[0] < floor:
         raise ValueError(
@@ -142,7 +142,7 @@ def rank_one_residual(kernel: np.ndarray) -> float:
 
 
 def _spectrum(kernel: np.ndarray) -> np.ndarray:
-    values = np.maximum(linalg.eigvalsh(kernel), 0.0)
+    values = np.maximum(scipy.linalg.eigvalsh(kernel), 0.0)
     return values / values.sum()
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy.special import roots_hermitenorm
 
 from skipless.theory.activations import ShapedActivation
 
@@ -31,7 +31,7 @@ def nodes(order: int = ORDER) -> tuple[Array, Array]:
     π/√order apart at the centre. That spacing, and so `order`, must resolve f: for an f with a pole at distance d from
     the real axis the error falls as exp(−2d√order).
     """
-    x, w = roots_hermitenorm(order)
+    x, w = scipy.special.roots_hermitenorm(order)
     kept = np.abs(x) <= _RADIUS
     x, w = x[kept], w[kept] / math.sqrt(2 * math.pi)
     x.setflags(write=False)

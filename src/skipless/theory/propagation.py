@@ -17,6 +17,8 @@ from skipless.theory.local_maps import derivative_kernel_map, kernel_map
 from skipless.theory.shapes import AttentionShape
 
 NormPlacement = Literal["none", "pre", "post"]
+QueryKeyInit = Literal["zero-query", "zero-key", "small", "normal"]
+ValueOutput = Literal["trained", "identity"]
 _LARGEST_WEIGHT = 1e100  # squares are finite
 
 

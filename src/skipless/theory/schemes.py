@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.linalg import cholesky, solve_triangular
+import scipy
 
 from skipless.theory import kernels
 from skipless.theory.exponential import UniformSchedule, exponential_steps, uniform_steps
@@ -127,8 +127,8 @@ def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[
 def _factor_ratio(target: np.ndarray, source: np.ndarray, causal: bool) -> np.ndarray:
     """L(target) L(source)⁻¹ with Cholesky factors, or symmetric roots for non-causal attention."""
     if causal:
-        upper = cholesky(source), cholesky(target)
-        return solve_triangular(upper[0], upper[1]).T
+        upper = scipy.linalg.cholesky(source), scipy.linalg.cholesky(target)
+        return scipy.linalg.solve_triangular(upper[0], upper[1]).T
     return np.linalg.solve(kernels.symmetric_root(source), kernels.symmetric_root(target)).T
 
 

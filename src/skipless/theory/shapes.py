@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.special import logsumexp
+import scipy
 
 from skipless.theory import exponential, kernels, uniform
 from skipless.theory.exponential import ExponentialStep
@@ -57,7 +57,7 @@ class AttentionShape(ABC):
         bias = self.compact(length).at(location, location)
         if self.causal:
             bias = np.where(location[:, None] >= location[None, :], bias, -np.inf)
-        return bias - logsumexp(bias, axis=-1, keepdims=True)
+        return bias - scipy.special.logsumexp(bias, axis=-1, keepdims=True)
 
     def row_scale(self, length: int) -> np.ndarray:
         """D, the row sums of A: one positive number per location."""

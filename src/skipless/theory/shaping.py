@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from scipy.optimize import brentq, root
+import scipy
 
 from skipless.theory import local_maps
 from skipless.theory.activations import ShapedActivation, check_base
@@ -90,7 +90,7 @@ class Branch:
             shaped = self._shape(point)
             return np.array([local_maps.q_slope(shaped) - 1, self.measure(shaped) - strength]) / strength
 
-        found = root(residual, guess, method="hybr", options={"xtol": 1e-13})
+        found = scipy.optimize.root(residual, guess, method="hybr", options={"xtol": 1e-13})
         same_branch = np.abs(found.x - guess).max() < 0.5 and found.x[0] < math.log(_LARGEST_SCALE)
         if same_branch and np.abs(found.fun).max() * strength < _ACCURACY:
             self._solved[strength] = found.x
@@ -108,7 +108,7 @@ class Branch:
 
         values = np.array([excess(beta) for beta in _SHIFTS])
         changes = np.flatnonzero(np.sign(values[:-1]) != np.sign(values[1:]))
-        shifts = [brentq(excess, _SHIFTS[i], _SHIFTS[i + 1]) for i in changes]
+        shifts = [scipy.optimize.brentq(excess, _SHIFTS[i], _SHIFTS[i + 1]) for i in changes]
         beta = min(shifts, key=lambda b: (round(abs(b), 6), -b))
         return np.array([math.log(_WEAK_SCALE) + 0.5 * math.log(strength / self.measure(weak(beta))), beta])
 
@@ -205,7 +205,7 @@ def tat_leaky_relu(depth: int, eta: float = 0.9, skip_weight: float = 0.0) -> Sh
     largest = surplus(0.0) + eta
     if not 0 < eta <= largest:
         raise _eta_out_of_reach("leaky_relu", eta, depth, largest)
-    return leaky(brentq(surplus, 0.0, 1.0, xtol=1e-15))
+    return leaky(scipy.optimize.brentq(surplus, 0.0, 1.0, xtol=1e-15))
 
 
 def _dks_leaky_relu(excess: float) -> ShapedActivation:
@@ -245,7 +245,7 @@ def _tat_eta(branch: Branch, depth: int, eta: float, skip_weight: float) -> Shap
             raise _eta_out_of_reach(branch.base, eta, depth, eta + missing) from end
     while surplus(low) > 0:
         low -= 0.5
-    return branch.solve(math.exp(brentq(surplus, low, high, xtol=1e-13)))
+    return branch.solve(math.exp(scipy.optimize.brentq(surplus, low, high, xtol=1e-13)))
 
 
 def _eta_out_of_reach(base: str, eta: float, depth: int, largest: float) -> ValueError:

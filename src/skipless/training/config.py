@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from skipless.model.config import ModelConfig
-from skipless.ops.precision import Precision
+
+Precision = Literal["bf16", "fp16", "fp32"]
 
 Name = Literal["adam", "adamw", "muon", "soap"]
 Role = Literal["query", "key", "value", "output", "up", "down", "position"]

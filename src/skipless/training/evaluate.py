@@ -21,7 +21,8 @@ from skipless.data.text import held_out, open_corpus
 from skipless.data.tokenizer import Tokenizer
 from skipless.model.config import ModelConfig
 from skipless.ops.layout import Layout
-from skipless.ops.precision import Precision, autocast
+from skipless.ops.precision import autocast
+from skipless.training.config import Precision
 
 LOGITS_AT_ONCE = 1 << 25  # entries: 128 MB in float32, about 1000 locations of a vocabulary of 32,000
 BATCH_TOKENS = 16_384

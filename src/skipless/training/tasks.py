@@ -19,7 +19,7 @@ from torch import nn
 from skipless.data.formats import COMPRESSIONS, opened
 from skipless.data.tokenizer import Tokenizer
 from skipless.model.transformer import Transformer
-from skipless.ops.precision import Precision
+from skipless.training.config import Precision
 from skipless.training.evaluate import Row, check_vocabulary, config_of, scoring
 
 
