@@ -5,8 +5,9 @@ import pytest
 
 from skipless.model.config import ModelConfig
 from skipless.model.presets import names, preset
-from skipless.model.transformer import Transformer
+from skipless.model.transformer import Transformer, certificate
 from skipless.theory.activations import ShapedActivation
+from skipless.theory.local_maps import c_slope
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
 from skipless.theory.shaping import dks
@@ -103,6 +104,34 @@ def test_replace_leaves_an_activation_of_one_s_own_alone():
     assert ModelConfig().replace(depth=72, activation=own).activation == own
 
 
+@pytest.mark.parametrize(("depth", "xi"), [(1, 1.48), (2, 2.2), (3, 3.27), (4, 4.86)])
+def test_a_shallow_network_takes_the_largest_xi_it_allows_and_says_so(depth, xi, caplog):
+    config = ModelConfig(depth=depth)
+    assert config.activation == dks("gelu", depth, xi)
+    assert network_c_slope(config) == pytest.approx(xi, rel=1e-9)
+    assert f"depth={depth} is too shallow for dks-gelu with ξ = 5; ξ is {xi:g}" in caplog.text
+    assert config.replace(depth=36) == ModelConfig()
+    assert ModelConfig().replace(depth=depth) == config
+    caplog.clear()
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert not caplog.text
+
+
+def network_c_slope(config: ModelConfig) -> float:
+    """C_f'(1) of the whole network."""
+    return float(c_slope(config.shaped_activation)) ** config.depth
+
+
+def test_a_deep_network_has_xi_5_in_silence(caplog):
+    assert network_c_slope(ModelConfig(depth=5)) == pytest.approx(5, rel=1e-9)
+    assert not caplog.text
+
+
+def test_a_short_name_is_wikitext103s_and_the_log_says_so(caplog):
+    assert preset("e-spa", width=256) == preset("wikitext103/e-spa", width=256)
+    assert caplog.messages == ["e-spa is the preset wikitext103/e-spa (not c4/e-spa)"]
+
+
 def test_mirrored_mlps_take_plain_gelu_unless_told_otherwise():
     """At any depth: there is nothing to solve."""
     mirrored = preset("wikitext103/e-spa", mlp_init="mirrored")
@@ -147,7 +176,10 @@ def test_mirrored_mlps_refuse_an_activation_whose_odd_part_is_curved(activation)
         (lambda: ModelConfig(head="pooled", causal=False), "needs classes ≥ 1"),
         (lambda: ModelConfig(activation="dsk-gelu"), "must be 'dks' or 'tat'"),
         (lambda: ModelConfig(activation="glue"), "gelu"),
-        (lambda: ModelConfig(depth=2), r"activation='dks-gelu' over 2 blocks: .*Take xi below 2.205"),
+        (
+            lambda: ModelConfig(depth=2, activation="dks-gelu"),
+            r"activation='dks-gelu' over 2 blocks: .*Take xi below 2.205",
+        ),
         (lambda: ModelConfig.from_dict({"widht": 3}), "no field 'widht'; did you mean 'width'"),
         (lambda: ModelConfig().replace(dpeth=3), "did you mean 'depth'"),
         (lambda: ModelConfig.from_dict({"scheme": {"kind": "spa"}}), "scheme kind is 'spa'"),
@@ -168,9 +200,13 @@ def test_mirrored_mlps_refuse_an_activation_whose_odd_part_is_curved(activation)
         (lambda: ModelConfig(query_key_scale=float("inf")), "query_key_scale is inf"),
         (lambda: ModelConfig(causal="no"), "causal is 'no'; it must be one of True, False"),
         (lambda: ModelConfig(mlp_bias=1), "mlp_bias is 1; it must be one of True, False"),
-        (lambda: Transformer("wikitext103/e-spa"), "config is 'wikitext103/e-spa'; it must be a ModelConfig"),
+        (lambda: Transformer(3), "config is 3; it must be a ModelConfig, a Transformer or a preset's name"),
+        (lambda: Transformer("wikitext103/e-sp"), "no preset 'wikitext103/e-sp'; nearest: wikitext103/e-spa"),
+        (lambda: Transformer("e-spa", dpeth=4), "no field 'dpeth'; did you mean 'depth'"),
+        (lambda: certificate("x"), "no preset 'x'"),
+        (lambda: certificate(42), "config is 42; it must be a ModelConfig"),
         (lambda: preset("wikitext103/e-spa", widht=64), "no field 'widht'; did you mean 'width'"),
-        (lambda: preset("e-spa"), "no preset 'e-spa'; nearest: wikitext103/e-spa, c4/e-spa"),
+        (lambda: preset("skipinit"), "no preset 'skipinit'; nearest: c4/skipinit"),
         (lambda: preset("WikiText103/E-SPA"), "nearest: wikitext103/e-spa$"),
         (lambda: preset(None), "no preset None"),
         (lambda: preset("wikitext103/espa"), "no preset 'wikitext103/espa'; nearest: wikitext103/e-spa"),

@@ -338,6 +338,8 @@ def evaluating(model: nn.Module):
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The network inside DataParallel, DistributedDataParallel or torch.compile, whose own hooks must not run."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r}; it must be a torch.nn.Module, or a folder that save_pretrained wrote")
     for attribute in ("_orig_mod", "module"):
         inner = getattr(model, attribute, None)
         if isinstance(inner, nn.Module) and type(model).__module__.startswith("torch."):

@@ -1,0 +1,14 @@
+"""The transformer: its configuration, the paper's presets, generation, and folding for inference."""
+
+from skipless import lazy
+
+__getattr__, __dir__, __all__ = lazy.exports(
+    __name__,
+    {
+        "config": ["ModelConfig"],
+        "fold": ["FoldReport", "FoldedTransformer"],
+        "generate": ["KVCache", "Sampling", "decode"],
+        "presets": ["preset"],
+        "transformer": ["Transformer", "attention_shapes", "certificate"],
+    },
+)

@@ -8,6 +8,7 @@ ModelConfig: everything that defines a network, frozen, checked, and plain JSON.
 import dataclasses
 import difflib
 import json
+import logging
 import math
 import operator
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
+
+logger = logging.getLogger("skipless")
 
 _LEAST = {"vocab_size": 1, "width": 1, "depth": 1, "heads": 1, "kv_heads": 1, "hidden": 0, "length": 1, "classes": 0}
 _CHOICES = {
@@ -155,7 +158,8 @@ class ModelConfig:
     """A transformer of the paper or a relative of it. Defaults: vanilla E-SPA, 36 blocks of width 1024.
 
     activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are what is kept,
-    so that loading needs no solver. None means dks-gelu, or plain gelu for mirrored MLPs. hidden=0 means
+    so that loading needs no solver. None means dks-gelu, with less than ξ = 5 where so few blocks cannot reach it; or
+    plain gelu for mirrored MLPs. hidden=0 means
     attention-only, with no activation to solve. length is the training length: calibrations and presets use it, and
     only calibrations "exact" and "mlp-aware" forbid longer sequences. query_key None means zero-query for SPA, normal
     otherwise. mlp_init None means as `init`; "mirrored" pairs hidden units of opposite sign, so that every MLP starts
@@ -203,9 +207,7 @@ class ModelConfig:
         check_choices(self)
         given = self.activation
         if not isinstance(given, ShapedActivation):
-            default = "gelu" if self.mlp_init == "mirrored" else "dks-gelu"
-            name = (given or default) if self.hidden else "identity"
-            object.__setattr__(self, "activation", named_activation(name, self.depth, self.mlp_skip))
+            object.__setattr__(self, "activation", _solved_activation(self, given))
         check_mirrored(self, given)
 
     @property
@@ -263,8 +265,7 @@ class ModelConfig:
         """
         check_names(ModelConfig, changes)
         if "activation" not in changes and (name := _shaped_name(self, changes)):
-            mirrored = changes.get("mlp_init") == "mirrored" and name == "dks-gelu"
-            changes["activation"] = None if mirrored else name
+            changes["activation"] = None if name == "dks-gelu" else name  # which None stands for
         derived = {
             "hidden": ("width", 4 * self.width),
             "kv_heads": ("heads", self.heads),
@@ -315,13 +316,42 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
         return None
     for name in (f"dks-{own.base}", f"tat-{own.base}"):
         with suppress(ValueError):
-            solved = dataclasses.astuple(named_activation(name, config.depth, config.mlp_skip))
-            if all(
-                a == b or math.isclose(a, b, rel_tol=1e-6)
-                for a, b in zip(solved, dataclasses.astuple(own), strict=True)
-            ):
+            for_what = (config.depth, config.mlp_skip)
+            solved = _default_activation(*for_what)[0] if name == "dks-gelu" else named_activation(name, *for_what)
+            pairs = zip(dataclasses.astuple(solved), dataclasses.astuple(own), strict=True)
+            if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
                 return name
     return None
+
+
+def _solved_activation(config: ModelConfig, given: str | None) -> ShapedActivation:
+    """The activation of a name, or the default: of too few blocks for ξ = 5, with the largest ξ that they allow."""
+    if not config.hidden:
+        return ShapedActivation("identity")
+    if given is not None:
+        return named_activation(given, config.depth, config.mlp_skip)
+    if config.mlp_init == "mirrored":
+        return ShapedActivation("gelu")
+    shaped, xi = _default_activation(config.depth, config.mlp_skip)
+    if xi != 5.0:
+        logger.warning(
+            "depth=%d is too shallow for dks-gelu with ξ = 5; ξ is %g, the largest it allows", config.depth, xi
+        )
+    return shaped
+
+
+def _default_activation(depth: int, skip: Skip) -> tuple[ShapedActivation, float]:
+    """DKS-GELU and its ξ: 5, or the largest that so few blocks allow."""
+    weight = _skip_weight(skip)
+    try:
+        return shaping.dks("gelu", depth, 5.0, weight), 5.0
+    except shaping.TooFewLayers as few:
+        return shaping.dks("gelu", depth, few.largest_xi, weight), few.largest_xi
+
+
+def _skip_weight(skip: Skip) -> float:
+    """The weight that DKS and TAT count with: of a normalised skip; other skips are not counted."""
+    return skip.shortcut if 0.0 < skip.shortcut < 1.0 else 0.0
 
 
 def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
@@ -331,10 +361,9 @@ def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
         return ShapedActivation(base)
     if method not in ("dks", "tat"):
         raise ValueError(f"activation is {name!r}; the transformation before the dash must be 'dks' or 'tat'")
-    weight = skip.shortcut if 0.0 < skip.shortcut < 1.0 else 0.0
     solve = shaping.dks if method == "dks" else shaping.tat
     try:
-        return solve(base, depth, skip_weight=weight)
+        return solve(base, depth, skip_weight=_skip_weight(skip))
     except ValueError as error:
         raise ValueError(
             f"activation={name!r} over {depth} blocks: {error}. Other targets: activation=shaping.{method}({base!r}, …)"

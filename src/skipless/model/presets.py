@@ -1,7 +1,9 @@
 """Every named model of the paper: preset("wikitext103/e-spa"), preset("c4/pre-ln"), preset("depth/e-spa-108")."""
 
 import difflib
+import logging
 from collections.abc import Callable
+from typing import Any
 
 from skipless.model.config import ModelConfig, check_names
 from skipless.theory.propagation import Skip
@@ -9,18 +11,42 @@ from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, U
 
 REPEAT_RATE = 0.008  # App. B: 32k SentencePiece
 USUAL = Skip(1.0, 1.0)
+logger = logging.getLogger("skipless")
 SKIP_INIT = Skip(1.0, 0.0, trainable=True)
 
 
 def preset(name: str, **changes) -> ModelConfig:
     """The configuration of a named model, with any fields changed: preset("wikitext103/e-spa", width=256)."""
-    if name not in PRESETS:
-        wanted = str(name).lower()
-        same = [known for known in PRESETS if wanted in (known, known.rpartition("/")[2])]
-        near = same or difflib.get_close_matches(wanted, PRESETS, n=3, cutoff=0.3)
-        raise ValueError(f"there is no preset {name!r}; nearest: {', '.join(near) or ', '.join(PRESETS)}")
+    full = full_name(name)
     check_names(ModelConfig, changes)
-    return PRESETS[name](**changes)
+    return PRESETS[full](**changes)
+
+
+def full_name(name: str) -> str:
+    """The name of a preset with its group: a short one is wikitext103's, and the log says so."""
+    if name in PRESETS:
+        return name
+    if (full := f"wikitext103/{name}") in PRESETS:
+        others = [known for known in PRESETS if known != full and known.endswith(f"/{name}")]
+        logger.warning("%s is the preset %s%s", name, full, f" (not {', '.join(others)})" if others else "")
+        return full
+    wanted = str(name).lower()
+    same = [known for known in PRESETS if wanted in (known, known.rpartition("/")[2])]
+    near = same or difflib.get_close_matches(wanted, PRESETS, n=3, cutoff=0.3)
+    raise ValueError(f"there is no preset {name!r}; nearest: {', '.join(near) or ', '.join(PRESETS)}")
+
+
+def configuration(given: Any, **changes) -> ModelConfig:
+    """The ModelConfig that is meant: itself, a model's own, or a preset's by its name; with any fields changed."""
+    if isinstance(given, str):
+        return preset(given, **changes)
+    config = getattr(given, "config", given)
+    if not isinstance(config, ModelConfig):
+        raise ValueError(
+            f"config is {given!r}; it must be a ModelConfig, a Transformer or a preset's name, such as "
+            "'wikitext103/e-spa'"
+        )
+    return config.replace(**changes) if changes else config
 
 
 def names() -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.model.config import ModelConfig
+from skipless.model.presets import configuration
 from skipless.nn import init
 from skipless.nn.attention import AttentionOptions, LayerCache, Positions, ShapedAttention
 from skipless.nn.block import MLP, Block
@@ -68,11 +69,14 @@ def input_norm(config: ModelConfig) -> float:
     return 1.0 if config.scales_embedding else 1.0 / config.width
 
 
-def certificate(config: ModelConfig, kernel: np.ndarray | None = None, length: int | None = None) -> Certificate:
+def certificate(
+    config: "ModelConfig | Transformer | str", kernel: np.ndarray | None = None, length: int | None = None
+) -> Certificate:
     """What the configuration does to a signal at initialisation: by default to the average kernel of its tokens.
 
     That kernel has `length` locations: 100, or config.length where that is less, or where nothing else is calibrated.
     """
+    config = configuration(config)
     if kernel is None:
         fixed = None if config.causal else config.max_length
         length = length if length is not None else fixed or min(100, config.length)
@@ -86,6 +90,8 @@ class Transformer(nn.Module):
     tokens (batch, T) of integers → logits (batch, T, vocab_size); (batch, T, classes) for a token head and
     (batch, classes) for a pooled one; with targets the loss. Packed or padded batches come with a Layout.
 
+    config may be a preset's name, and fields of it may be changed: Transformer("wikitext103/e-spa", depth=12).
+
     recompute, where set, runs each block as recompute(block, *arguments): activation checkpointing, by
     functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False).
     tokenizer turns text into tokens and back (encode, decode, end) for `generate`; skipless.load attaches a run's own.
@@ -93,10 +99,10 @@ class Transformer(nn.Module):
 
     tokenizer: Any = None
 
-    def __init__(self, config: ModelConfig, *, impl: str = "auto"):
+    def __init__(self, config: ModelConfig | str, *, impl: str = "auto", **changes: Any):
         super().__init__()
-        if not isinstance(config, ModelConfig):
-            raise ValueError(f"config is {config!r}; it must be a ModelConfig, such as preset('wikitext103/e-spa')")
+        if changes or not isinstance(config, ModelConfig):
+            config = configuration(config, **changes)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         options = AttentionOptions(
@@ -116,8 +122,8 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        *,
         targets: Tensor | None = None,
+        *,
         layout: Layout | None = None,
         caches: Sequence[LayerCache] | None = None,
         past: int = 0,

@@ -9,6 +9,7 @@ import scipy
 
 from skipless.theory import local_maps
 from skipless.theory.activations import ShapedActivation, check_base
+from skipless.theory.feasibility import round_down
 
 _WEAK_SCALE = 1e-2  # an α at which φ(αx + β) is as good as its third-order Taylor polynomial
 _WEAK_STRENGTH = 1e-3
@@ -27,6 +28,14 @@ class BranchEnd(Exception):
     def __init__(self, strength: float) -> None:
         super().__init__(f"no solution beyond nonlinearity {strength:g}")
         self.strength = strength
+
+
+class TooFewLayers(ValueError):
+    """A slope of the network's C map that so few layers cannot have; `largest_xi` is the largest that they can."""
+
+    def __init__(self, message: str, largest_xi: float) -> None:
+        super().__init__(message)
+        self.largest_xi = largest_xi
 
 
 def centred(raw: ShapedActivation) -> float:
@@ -144,9 +153,10 @@ def dks(base: str, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> Sha
         return solve(excess)
     except BranchEnd as end:
         limit = (1 + (1 - skip_weight**2) * end.strength) ** depth
-        raise ValueError(
+        raise TooFewLayers(
             f"DKS with base={base!r} cannot reach xi={xi:g} in {depth} layers with skip_weight={skip_weight:g}: its "
-            f"local slope stays below {1 + end.strength:.4f}. Take xi below {limit:.4g}, or more layers"
+            f"local slope stays below {1 + end.strength:.4f}. Take xi below {limit:.4g}, or more layers",
+            round_down(limit, 3),
         ) from end
 
 

@@ -1,0 +1,31 @@
+"""Names that are imported when they are first used, so that `import skipless` and `skipless --help` stay quick."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def exports(
+    package: str, homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package (PEP 562) from {module in it: the public names it defines}.
+
+    A module without names stands for itself. No name may also be a module's: importing the module would replace it.
+    """
+    home_of = {name: f"{package}.{module}" for module, names in homes.items() for name in names}
+    modules = [module for module, names in homes.items() if not names]
+    public = sorted([*home_of, *modules])
+
+    def find(name: str) -> Any:
+        if name in home_of:
+            return getattr(import_module(home_of[name]), name)
+        if name in modules:
+            return import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}; public names: {', '.join(public)}")
+
+    return find, lambda: public, public
+
+
+def later(module: str, name: str) -> Any:
+    """A function of a layer above: `Inspection.figure` draws with skipless.figures, which imports Inspection."""
+    return getattr(import_module(module), name)
