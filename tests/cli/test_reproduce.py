@@ -383,7 +383,7 @@ def test_list(reproduce) -> None:
     ("words", "said"),
     [
         (["basline"], "there is no table 'basline'; nearest: baselines"),
-        ([], "name an table, such as baselines"),
+        ([], "name a table, such as baselines"),
         (["baselines", "--scale", "large"], "--scale is 'large'; there are tiny, small, paper"),
         (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen table has; nearest: e-spa"),
         (["baselines", "--jobs", "0"], "--jobs is 0; it must be at least 1"),

@@ -293,7 +293,7 @@ def test_the_largest_rise() -> None:
 def found(curve=(), losses=(5.0,)) -> Outcome:
     """An outcome with these final losses by seed, and this curve in each."""
     base = dict.fromkeys(("seed", "multiple", "rate", "seconds", "step_seconds", "jobs", "steps", "valid_loss"), 0)
-    words = dict.fromkeys(("key", "table", "arm", "scale", "measure", "device", "torch", "commit", "time"), "")
+    words = dict.fromkeys(("key", "item", "arm", "scale", "measure", "device", "torch", "commit", "time"), "")
     known = {**base, **words, "text": {}, "diverged_at": None, "curve": list(curve)}
     records = {seed: Record(**known, train_loss=loss) for seed, loss in enumerate(losses)}
     return Outcome(PLAIN.arms[0], {}, (), 1e-3, False, {1.0: records})

@@ -214,7 +214,7 @@ def test_arms_can_be_named() -> None:
 def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(ValueError, match="there is no table 'baseline'; nearest: baselines"):
         tables_named(["baseline"])
-    with pytest.raises(ValueError, match="name an table, such as baselines"):
+    with pytest.raises(ValueError, match="name a table, such as baselines"):
         tables_named([])
     with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean small\?"):
         scale_named("smal")
