@@ -3,8 +3,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; the processes that tests start inherit it
 
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from itertools import combinations
 from pathlib import Path
@@ -13,6 +11,7 @@ from zlib import crc32
 import hypothesis
 import pytest
 import torch
+from tests.processes import Program
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -93,8 +92,6 @@ def on_hopper(tmp_path):
         paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         changes = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | changes
-        command = [sys.executable, "-c", script, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        Program(script, *arguments, environment=environment).finished()
 
     return run

@@ -1,11 +1,9 @@
 """Kills and several processes. One interpreter start each: children are forked from it."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import Program, ranks
 
 COMMON = """
 import os, random, signal, sys, time
@@ -16,7 +14,8 @@ from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.training.checkpoint import load_checkpoint, model_from_weights, save_checkpoint, save_weights
 from skipless.training.config import Experiment
-from skipless.train.optim import OptimizerConfig, build_optimizer
+from skipless.training.config import OptimizerConfig
+from skipless.training.optim.build import build_optimizer
 from skipless.training.run import RunFinishedError, RunFolder
 
 torch.set_num_threads(1)
@@ -36,8 +35,8 @@ def step(model, optimizer, index):
     optimizer.step()
     return loss.item()
 
-def forked(work, patience):
-    "Run work in a child; kill it after `patience` seconds. Whether it came to its end."
+def forked(work, when=lambda: False):
+    "Run work in a child; kill it as soon as when() holds while it stands still. Whether it came to its end."
     child = os.fork()
     if child == 0:
         try:
@@ -47,16 +46,20 @@ def forked(work, patience):
             import traceback
             traceback.print_exc()
             os._exit(1)
-    end = time.monotonic() + patience
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
+    while True:
+        time.sleep(0.02 * chance.random())
+        os.kill(child, signal.SIGSTOP)
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if not os.WIFSTOPPED(status):
             assert status == 0, f"the child failed with {status}"
             return True
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return False
+        if when():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return False
+        os.kill(child, signal.SIGCONT)
+
+chance = random.Random(0)
 """
 
 KILLED_WHILE_SAVING = """
@@ -70,19 +73,23 @@ def save_on_and_on(last=10**6):
                 parameter.fill_(number)
         save_checkpoint(FOLDER, number, model, optimizer, {"number": number}, keep=2)
 
-began = time.monotonic()
-assert forked(lambda: save_on_and_on(3), 60)
-pace = time.monotonic() - began
-chance, last, midway = random.Random(0), 3, 0
-for _ in range(15):
-    forked(save_on_and_on, pace * (0.3 + chance.random()))
-    midway += bool(list(FOLDER.glob(".step-*.tmp-*")))
+def saving():
+    "Half-written checkpoints."
+    return list(FOLDER.glob(".step-*.tmp-*"))
+
+assert forked(lambda: save_on_and_on(3))
+last, midway = 3, 0
+for attempt in range(15):
+    # one more is saved at least; every other time it is killed in the middle of the next
+    further = lambda: max(int(path.name[5:]) for path in FOLDER.glob("step-*")) > last + attempt % 3
+    forked(save_on_and_on, lambda: further() and (attempt % 2 or saving()))
+    midway += bool(saving())
     model, optimizer = make(seed=1)
     number, extra = load_checkpoint(FOLDER, model, optimizer)
     assert extra == {"number": number} and number >= last, (number, extra, last)
     assert all((parameter == number).all() for parameter in model.parameters())
     last = number
-assert last > 3 and midway > 0, (last, midway)
+assert last > 3 and midway >= 7, (last, midway)
 print("saved", last, "midway", midway)
 """
 
@@ -104,10 +111,13 @@ def whole(folder):
         save_weights(model, run.export / "model.safetensors")
         run.finish(steps=STEPS)
 
-began = time.monotonic()
-assert forked(lambda: whole(FOLDER / "calm"), 60)
-pace = time.monotonic() - began
-chance, kills = random.Random(1), 0
+assert forked(lambda: whole(FOLDER / "calm"))
+kills = 0
+
+def logged():
+    "Lines in the log of the run that is killed."
+    log = FOLDER / "killed" / "metrics.jsonl"
+    return log.read_text().count("\\n") if log.exists() else 0
 
 def again():
     try:
@@ -115,9 +125,10 @@ def again():
     except RunFinishedError:
         pass  # the last kill came after the end was noted
 
-while not forked(again, pace * (0.1 + 0.2 * chance.random() + 0.03 * kills)):
-    kills += 1
-assert kills > 0, kills
+target = 3
+while not forked(again, lambda: logged() >= target):
+    kills, target = kills + 1, target + chance.randint(1, 8)
+assert kills > 2, kills
 for name in ("metrics.jsonl", "export/model.safetensors"):
     assert (FOLDER / "calm" / name).read_bytes() == (FOLDER / "killed" / name).read_bytes(), name
 print("kills", kills)
@@ -191,16 +202,8 @@ leave()
 """
 
 
-def start(folder: Path, script: str, *arguments: str, processes: int = 1) -> str:
-    file = folder / "script.py"
-    file.write_text(COMMON + script)
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launch, str(file), str(folder), *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+def start(folder: Path, script: str) -> str:
+    return Program(COMMON + script, folder).finished(120)
 
 
 @pytest.mark.slow
@@ -216,11 +219,9 @@ def test_killed_while_training_ends_as_if_it_had_not_been(tmp_path):
 @pytest.mark.slow
 def test_another_number_of_processes(tmp_path):
     """Saved by FSDP2 on two, read on one; saved on one, read by FSDP2 and DDP on two: weights equal, losses follow."""
-    lines = [
-        line.split()
-        for line in start(tmp_path, SHARDED, processes=2).splitlines()
-        if " load-" in f" {line}" or " save-" in line
-    ]
+    rank_0, rank_1 = ranks(2, COMMON + SHARDED, tmp_path)
+    lines = [line.split() for line in rank_0.finished(120).splitlines() if " load-" in f" {line}" or " save-" in line]
+    rank_1.finished(120)
     losses = {(name, kind): [float(value) for value in values] for name, kind, *values in lines}
     assert len(losses) == 3 * 6
     for (name, kind), values in losses.items():

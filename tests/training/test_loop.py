@@ -1,10 +1,7 @@
 import dataclasses
 import json
 import os
-import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.processes import Program
 
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes, TrainUnigram
@@ -99,28 +97,19 @@ def test_every_optimiser_resumes_bit_for_bit(experiment, tmp_path, monkeypatch, 
 
 
 def test_kill_9_and_resume_is_the_uninterrupted_run_bit_for_bit(experiment, tmp_path):
-    """Killed at random moments until it is done: same weights, same log."""
-    torch.set_num_threads(1)
+    """Killed after step 10 and after step 18, where its log has three and six lines: same weights, same log."""
     train(experiment, tmp_path / "whole", device="cpu", quiet=True)
     (tmp_path / "e.json").write_text(experiment.to_json())
-    command = [sys.executable, "-c", RUN, str(tmp_path / "e.json"), str(tmp_path / "killed")]
-    kills = 0
-    for attempt in range(12):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        wait = random.Random(attempt).uniform(0.1, 1.5)
-        deadline = time.monotonic() + 60
-        while process.poll() is None and not list((tmp_path / "killed" / "checkpoints").glob("step-*")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        try:
-            process.wait(wait if kills < 2 else 120)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-        if (tmp_path / "killed" / "finished.json").is_file():
-            break
-    assert (tmp_path / "killed" / "finished.json").is_file()
+    log, kills = tmp_path / "killed" / "metrics.jsonl", 0
+    for lines in (3, 6):
+        process = Program(RUN, tmp_path / "e.json", tmp_path / "killed")
+        while process.poll() is None and not (log.is_file() and log.read_text().count("\n") >= lines):
+            time.sleep(0.001)
+        process.signal(signal.SIGKILL)
+        kills += process.wait(60) == -signal.SIGKILL
+    assert kills > 0
+    if not (tmp_path / "killed" / "finished.json").is_file():
+        Program(RUN, tmp_path / "e.json", tmp_path / "killed").finished()
     whole, killed = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "killed"))
     assert all(torch.equal(whole[key], killed[key]) for key in whole)
     assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "killed" / "metrics.jsonl").read_text()
@@ -129,17 +118,14 @@ def test_kill_9_and_resume_is_the_uninterrupted_run_bit_for_bit(experiment, tmp_
 def test_ctrl_c_saves_and_says_how_to_go_on(experiment, tmp_path):
     experiment = changed(experiment, steps=4000, checkpoint_every=0, eval_every=0, log_every=1)
     (tmp_path / "e.json").write_text(experiment.to_json())
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(tmp_path / "e.json"), str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
-    )
+    process = Program(RUN, tmp_path / "e.json", tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
     while not (metrics.is_file() and metrics.read_text()):
-        assert time.monotonic() < deadline
+        assert process.poll() is None, process.outputs()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=60)
-    assert "go on with --resume" in complaint
+    process.signal(signal.SIGINT)
+    process.wait(60)
+    assert "go on with --resume" in process.outputs()[1]
     last = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
 

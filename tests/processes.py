@@ -1,0 +1,77 @@
+"""Python programs in processes of their own that start in a moment: forked from one that has imported torch already.
+
+They take signals, print and exit as those of `python -c` do. Only imports are saved, seconds of every test otherwise.
+"""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+# nothing here imports triton, which reads TRITON_INTERPRET as it is imported
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint.state_dict", "scipy.signal"])
+
+
+def _run(code: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    """In the new process."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv = ["-c", *arguments]
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY), number)
+    exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+
+
+class Program:
+    """A running program, with what tests need of subprocess.Popen."""
+
+    def __init__(self, code: str, *arguments: object, environment: dict[str, str] | None = None):
+        self._outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115, they live as long as it
+        taken = {**os.environ} if environment is None else environment
+        paths = [file.name for file in self._outputs]
+        self._process = _CONTEXT.Process(target=_run, args=(code, [*map(str, arguments)], taken, paths))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, minus the signal that ended it, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a program of the tests", timeout)
+        return self.poll()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def outputs(self) -> list[str]:
+        """What it has written so far to standard output and to standard error."""
+        for file in self._outputs:
+            file.seek(0)
+        return [file.read() for file in self._outputs]
+
+    def finished(self, timeout: float = 300) -> str:
+        """Its standard output, once it has ended well."""
+        try:
+            code = self.wait(timeout)
+        finally:
+            self._process.kill()
+        output, complaint = self.outputs()
+        assert code == 0, f"exit code {code}\n{output[-2000:]}{complaint[-4000:]}"
+        return output
+
+
+def ranks(size: int, code: str, *arguments: object) -> list[Program]:
+    """The program in `size` processes that find each other as those of torchrun do."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(size)}
+    return [
+        Program(code, *arguments, environment={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(size)
+    ]
