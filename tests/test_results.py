@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from skipless.paper.catalogue import ITEMS
 from skipless.paper.experiments import SCALES, Setting
 from skipless.paper.records import ResultsFolder
-from skipless.paper.tables import as_json, gather, markdown
+from skipless.paper.tables import TABLES, as_json, gather, markdown
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -18,7 +17,7 @@ DONE = sorted(file.name.removesuffix("-small.json") for file in (ROOT / "results
 
 
 def summary(name: str):
-    return gather(ITEMS[name], Setting.of(SCALES["small"], FOLDER.texts()[0]), FOLDER.records)
+    return gather(TABLES[name], Setting.of(SCALES["small"], FOLDER.texts()[0]), FOLDER.records)
 
 
 @pytest.mark.parametrize("name", DONE)

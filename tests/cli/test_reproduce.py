@@ -17,14 +17,13 @@ import torch
 from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
-from skipless.paper import execute
-from skipless.paper import execute as run_module
-from skipless.paper import records as paper_records
-from skipless.paper.catalogue import ITEMS
-from skipless.paper.execute import Limits, Order, Scheduler, run_one, unpack
+from skipless.paper import workers
 from skipless.paper.experiments import SCALES, Setting, Text
-from skipless.paper.records import ResultsFolder
-from skipless.paper.runs import missing
+from skipless.paper.measures import unpack
+from skipless.paper.records import ResultsFolder, record_of
+from skipless.paper.runs import Limits, missing
+from skipless.paper.tables import TABLES
+from skipless.paper.workers import RunRequest, Scheduler, run_one
 from skipless.training.divergence import Diverged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,19 +84,19 @@ def reproduce(tmp_path: Path, capsys, monkeypatch, data: Path) -> Skipless:
 
 
 @pytest.fixture
-def instant(monkeypatch) -> list[Order]:
+def instant(monkeypatch) -> list[RunRequest]:
     """Runs that take no time; what they were asked for."""
-    orders: list[Order] = []
+    requests: list[RunRequest] = []
 
-    def done(order: Order):
-        orders.append(order)
-        values = {"step_seconds": 0.01, "jobs": order.jobs, "device": "CPU", "torch": "", "commit": "", "time": ""}
-        loss = 5.0 + abs(math.log(order.job.rate / 1e-5))
-        metrics = [{"step": order.job.experiment.train.steps, "ema": loss, "valid_loss": 5.0}]
-        return paper_records.record_of(order.job, order.text, order.scale, metrics, {"seconds": 1.0, **values})
+    def done(request: RunRequest):
+        requests.append(request)
+        values = {"step_seconds": 0.01, "jobs": request.jobs, "device": "CPU", "torch": "", "commit": "", "time": ""}
+        loss = 5.0 + abs(math.log(request.run.rate / 1e-5))
+        metrics = [{"step": request.run.experiment.train.steps, "ema": loss, "valid_loss": 5.0}]
+        return record_of(request.run, metrics, {"seconds": 1.0, **values})
 
-    monkeypatch.setattr(execute, "run_one", done)
-    return orders
+    monkeypatch.setattr(workers, "run_one", done)
+    return requests
 
 
 def keys(log: str = "baselines-tiny") -> list[str]:
@@ -109,16 +108,16 @@ def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
     out, err = reproduce("all", "--tasks-folder", str(tasks))
     results = Path("results")
     assert "still missing" not in err
-    for item in ITEMS.values():
-        stem = item.name if item.kernels else f"{item.name}-tiny"
+    for table in TABLES.values():
+        stem = table.name if table.kernels else f"{table.name}-tiny"
         page, data = (results / f"{stem}.md").read_text(), json.loads((results / f"{stem}.json").read_text())
-        assert page.startswith(f"# {item.title}\n")
+        assert page.startswith(f"# {table.title}\n")
         assert (results / f"{stem}.png").stat().st_size > 5000
-        if not item.kernels:
+        if not table.kernels:
             assert data["missing"] == 0
             assert "are done." in page
-            rows = data["tables"][item.quantities[0]]
-            assert {arm.name for arm in item.chosen(SCALES["tiny"])} <= {row["arm"] for row in rows}
+            rows = data["tables"][table.quantities[0]]
+            assert {arm.name for arm in table.chosen(SCALES["tiny"])} <= {row["arm"] for row in rows}
             assert all(row["ours"] is not None for row in rows if row["multiple"] == 1.0)
     records = ResultsFolder(results, "tiny").records
     assert not any(record.diverged for record in records.values())
@@ -128,14 +127,14 @@ def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
         step: [0, 1, 12, 24, 36] for step in (0, 1, 3)
     }
     assert 0.0 < probed.measures["agreement_with_theory"] <= 1.0
-    # weights are kept where an item says so
+    # weights are kept where an table says so
     assert all(list(run.glob("*.safetensors")) for run in (results / "runs").iterdir())
     kept = {
         record.key for record in records.values() if record.measure == "tasks" or record.item in ("longer", "c4-longer")
     }
     assert {run.name.removeprefix("tiny-") for run in (results / "runs").iterdir()} <= kept
 
-    monkeypatch.setattr(execute, "run_one", lambda _: pytest.fail("it trains again"))
+    monkeypatch.setattr(workers, "run_one", lambda _: pytest.fail("it trains again"))
     rebuilt = ("baselines", "training-kernels", "optimisers")
     pages = {path: path.read_bytes() for name in rebuilt for path in results.glob(f"{name}-tiny.*")}
     assert len(pages) == 9
@@ -166,11 +165,11 @@ def test_one_item_and_again(reproduce, monkeypatch) -> None:
     assert [Path(line.removeprefix("wrote ")).is_file() for line in lines if line.startswith("wrote ")] == [True] * 3
     assert len(keys()) == 5
     assert not list(Path("results/runs").iterdir())  # no weights, no run folders
-    monkeypatch.setattr(execute, "run_one", lambda _: pytest.fail("it trains again"))
+    monkeypatch.setattr(workers, "run_one", lambda _: pytest.fail("it trains again"))
     assert reproduce("baselines")[0] == out
     assert reproduce("baselines", "--tables-only", data=False)[0] == out
     # E-SPA, U-SPA and V-SkipInit with RoPE are those of the baselines
-    monkeypatch.setattr(execute, "run_one", run_one)
+    monkeypatch.setattr(workers, "run_one", run_one)
     _, err = reproduce("positions")
     assert [line.split(",")[0].split(": ")[1] for line in err.splitlines()] == [
         "e-spa-none",
@@ -179,11 +178,11 @@ def test_one_item_and_again(reproduce, monkeypatch) -> None:
     ]
 
 
-def test_rates_seeds_and_arms(reproduce, instant: list[Order]) -> None:
+def test_rates_seeds_and_arms(reproduce, instant: list[RunRequest]) -> None:
     out, _ = reproduce("baselines", "--rates", "3", "--seeds", "2", "--arms", "e-spa,skipless")
-    jobs = [order.job for order in instant]
+    runs = [request.run for request in instant]
     # the lowest rate is best, so that more below it are tried until one is worse, for each
-    assert [(job.arm, job.rate, job.seed) for job in jobs] == [
+    assert [(run.arm, run.rate, run.seed) for run in runs] == [
         *(("e-spa", rate, 0) for rate in (2e-5, 3e-5, 5e-5, 1e-5, 5e-6)),
         *(("skipless", rate, 0) for rate in (2e-5, 3e-5, 5e-5, 1e-5, 5e-6)),
         ("skipless", 1e-5, 1),  # what is compiled for the network is used first
@@ -192,22 +191,22 @@ def test_rates_seeds_and_arms(reproduce, instant: list[Order]) -> None:
     assert "at the edge" not in out
 
 
-def test_ctrl_c_writes_what_there_is_and_goes_on(reproduce, instant: list[Order], monkeypatch) -> None:
-    quick = execute.run_one
+def test_ctrl_c_writes_what_there_is_and_goes_on(reproduce, instant: list[RunRequest], monkeypatch) -> None:
+    quick = workers.run_one
 
-    def stopped(order: Order):
+    def stopped(request: RunRequest):
         if len(instant) == 2:
             raise KeyboardInterrupt
-        return quick(order)
+        return quick(request)
 
-    monkeypatch.setattr(execute, "run_one", stopped)
+    monkeypatch.setattr(workers, "run_one", stopped)
     out, err = reproduce("baselines", code=130)
     assert "stopped; the same command goes on from there" in err
     assert "wrote results/baselines-tiny.md" in out
     assert "At least 3 runs are still missing" in Path("results/baselines-tiny.md").read_text()
-    monkeypatch.setattr(execute, "run_one", quick)
+    monkeypatch.setattr(workers, "run_one", quick)
     reproduce("baselines")
-    assert [order.job.arm for order in instant] == ARMS
+    assert [request.run.arm for request in instant] == ARMS
     assert len(set(keys())) == len(keys()) == 5
 
 
@@ -230,63 +229,63 @@ def test_killed_it_goes_on(reproduce, data: Path, jobs: str) -> None:
     assert len(set(keys())) == len(keys()) == 5
 
 
-def test_a_budget_that_nothing_fits_in(reproduce, instant: list[Order]) -> None:
+def test_a_budget_that_nothing_fits_in(reproduce, instant: list[RunRequest]) -> None:
     _, err = reproduce("baselines", "--budget", "0.001")
     assert instant == []
     assert "5 runs are still missing" in err
     assert "  baselines: e-spa, rate 3e-05, seed 0" in err.splitlines()
 
 
-def test_the_budget_is_kept(reproduce, instant: list[Order], data: Path, monkeypatch) -> None:
+def test_the_budget_is_kept(reproduce, instant: list[RunRequest], data: Path, monkeypatch) -> None:
     """Runs are expected to take as long as those before them; none is begun that would end too late."""
-    quick, now = execute.run_one, [0.0]
+    quick, now = workers.run_one, [0.0]
 
-    def slow(order: Order):
+    def slow(request: RunRequest):
         now[0] += 3.0
-        return replace(quick(order), seconds=3.0)
+        return replace(quick(request), seconds=3.0)
 
-    monkeypatch.setattr(execute, "run_one", slow)
+    monkeypatch.setattr(workers, "run_one", slow)
     setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
-    crew = Scheduler([ITEMS["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
+    crew = Scheduler([TABLES["baselines"]], setting, folder, Limits(budget=8.0, device="cpu"), clock=lambda: now[0])
     assert len(crew.work()) == 3
-    assert [order.seconds for order in instant] == pytest.approx([7.6, 4.6])  # a twentieth is kept for saving
+    assert [request.seconds for request in instant] == pytest.approx([7.6, 4.6])  # a twentieth is kept for saving
 
 
 def test_a_gpu_lost_on_the_way_is_not_replaced_by_a_cpu(
-    reproduce, instant: list[Order], data: Path, monkeypatch
+    reproduce, instant: list[RunRequest], data: Path, monkeypatch
 ) -> None:
     seen = iter([True])
     setting, folder = Setting.of(SCALES["tiny"], Text.read(data)), ResultsFolder("results", "tiny")
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: next(seen, False))
-        Scheduler([ITEMS["baselines"]], setting, folder, Limits()).work()
-        assert {order.device for order in instant} == {"cuda"}
+        Scheduler([TABLES["baselines"]], setting, folder, Limits()).work()
+        assert {request.device for request in instant} == {"cuda"}
         with pytest.raises(ValueError, match="torch sees no GPU"):
             run_one(instant[0])
 
 
 def test_a_run_whose_time_is_up_goes_on_later(reproduce, data: Path) -> None:
     setting = Setting.of(SCALES["tiny"], Text.read(data))
-    job = missing([ITEMS["baselines"]], setting, {})[0]
-    order = Order(job, setting.text, "tiny", Path("run"), "cpu", seconds=0.0)
-    assert run_one(order) is None
+    run = missing([TABLES["baselines"]], setting, {})[0]
+    request = RunRequest(run, Path("run"), "cpu", seconds=0.0)
+    assert run_one(request) is None
     spent = float(Path("run/spent.txt").read_text())
-    record = run_one(replace(order, seconds=math.inf))
+    record = run_one(replace(request, seconds=math.inf))
     assert record is not None
     assert record.seconds >= spent > 0.0
     assert [step for step, _ in record.curve] == [1, 2, 3]
-    again = run_one(order)  # killed before its record was written
+    again = run_one(request)  # killed before its record was written
     assert again is not None
     assert again.train_loss == record.train_loss
 
 
 def test_a_run_of_other_settings_is_not_gone_on_with(reproduce, data: Path) -> None:
     setting = Setting.of(SCALES["tiny"], Text.read(data))
-    job = missing([ITEMS["baselines"]], setting, {})[0]
-    order = Order(job, setting.text, "tiny", Path("run"), "cpu", seconds=0.0)
-    assert run_one(order) is None
-    slower = replace(job.experiment, train=replace(job.experiment.train, log_every=3))
-    record = run_one(replace(order, job=replace(job, experiment=slower), seconds=math.inf))
+    run = missing([TABLES["baselines"]], setting, {})[0]
+    request = RunRequest(run, Path("run"), "cpu", seconds=0.0)
+    assert run_one(request) is None
+    slower = replace(run.experiment, train=replace(run.experiment.train, log_every=3))
+    record = run_one(replace(request, run=replace(run, experiment=slower), seconds=math.inf))
     assert record is not None
     assert [step for step, _ in record.curve] == [3]
 
@@ -295,7 +294,7 @@ def test_divergence_is_recorded(reproduce, monkeypatch) -> None:
     def diverges(*_, **__):
         raise Diverged(2, "diverged at step 2")
 
-    monkeypatch.setattr(run_module, "train", diverges)
+    monkeypatch.setattr(workers, "train", diverges)
     out, err = reproduce("baselines", "--rates", "2", "--arms", "e-spa")
     assert err.count("diverged at step 2") == 5  # two rates, and the next three lower ones
     assert "E-SPA" in out
@@ -304,22 +303,22 @@ def test_divergence_is_recorded(reproduce, monkeypatch) -> None:
     assert [json.loads(line)["train_loss"] for line in lines] == [None] * 5
 
 
-def test_a_failed_run_does_not_stop_the_others(reproduce, instant: list[Order], monkeypatch) -> None:
-    quick = execute.run_one
+def test_a_failed_run_does_not_stop_the_others(reproduce, instant: list[RunRequest], monkeypatch) -> None:
+    quick = workers.run_one
 
-    def failing(order: Order):
-        if order.job.arm == "pre-ln":
+    def failing(request: RunRequest):
+        if request.run.arm == "pre-ln":
             raise RuntimeError("out of memory")
-        return quick(order)
+        return quick(request)
 
-    monkeypatch.setattr(execute, "run_one", failing)
+    monkeypatch.setattr(workers, "run_one", failing)
     _, err = reproduce("baselines", code=1)
     assert "failed: baselines: pre-ln, rate 0.0005, seed 0: RuntimeError: out of memory (traceback: results/" in err
     written = next(Path("results/runs").glob("*.error.txt"))
     assert 'raise RuntimeError("out of memory")' in written.read_text()
-    assert [order.job.arm for order in instant] == [arm for arm in ARMS if arm != "pre-ln"]
+    assert [request.run.arm for request in instant] == [arm for arm in ARMS if arm != "pre-ln"]
     assert "1 run is still missing" in err
-    monkeypatch.setattr(execute, "run_one", quick)
+    monkeypatch.setattr(workers, "run_one", quick)
     reproduce("baselines")
     assert not written.exists()
 
@@ -328,33 +327,39 @@ def test_networks_that_fail_one_after_another_end_the_command(reproduce, monkeyp
     """One that fails at all its rates does not: the next may do well."""
     tried: list[str] = []
 
-    def failing(order: Order):
-        tried.append(order.job.arm)
+    def failing(request: RunRequest):
+        tried.append(request.run.arm)
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(execute, "run_one", failing)
+    monkeypatch.setattr(workers, "run_one", failing)
     _, err = reproduce("positions", "--rates", "3", code=2)
     assert "runs of 3 networks in a row failed" in err
     assert [tried.count(arm) for arm in dict.fromkeys(tried)] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("words"), Unpicklable("words")])
-def test_an_error_crosses_processes_in_words_at_least(error, tmp_path) -> None:
+def test_an_error_crosses_processes_in_words(error, reproduce, data: Path, monkeypatch) -> None:
     """torch.compile's errors hold what it has traced."""
-    told = execute.keep(error, tmp_path / "runs" / "tiny-1")
-    assert "words" in str(pickle.loads(pickle.dumps(told)))
-    assert type(error).__name__ in (tmp_path / "runs" / "tiny-1.error.txt").read_text()
+
+    def failing(_):
+        raise error
+
+    monkeypatch.setattr(workers, "run_one", failing)
+    run = missing([TABLES["baselines"]], Setting.of(SCALES["tiny"], Text.read(data)), {})[0]
+    answer = workers.attempt(RunRequest(run, Path("runs/tiny-1")))
+    assert pickle.loads(pickle.dumps(answer)) == (None, f"{type(error).__name__}: words")
+    assert "raise error" in Path("runs/tiny-1.error.txt").read_text()
 
 
-def test_paces_are_taken_alone_and_last(reproduce, instant: list[Order]) -> None:
+def test_timings_are_taken_alone_and_last(reproduce, instant: list[RunRequest]) -> None:
     reproduce("optimisers", "--arms", "pre-ln/adam,e-spa/muon")
-    measures = [order.job.measure for order in instant]
+    measures = [request.run.measure for request in instant]
     assert measures[-2:] == ["pace", "pace"]
     assert "pace" not in measures[:-2]
-    assert {order.jobs for order in instant} == {1}
+    assert {request.jobs for request in instant} == {1}
 
 
-def test_downstream_needs_its_tasks(reproduce, instant: list[Order]) -> None:
+def test_downstream_needs_its_tasks(reproduce, instant: list[RunRequest]) -> None:
     _, err = reproduce("downstream")
     assert "downstream is left out: it needs --tasks-folder" in err
     assert instant == []
@@ -363,8 +368,8 @@ def test_downstream_needs_its_tasks(reproduce, instant: list[Order]) -> None:
 def test_list(reproduce) -> None:
     reproduce("training-kernels")
     out, _ = reproduce("--list", data=False)
-    rows = {line.split()[0]: line for line in out.splitlines() if line and line.split()[0] in ITEMS}
-    assert set(rows) == set(ITEMS)
+    rows = {line.split()[0]: line for line in out.splitlines() if line and line.split()[0] in TABLES}
+    assert set(rows) == set(TABLES)
     assert "tiny: all" in rows["training-kernels"]
     assert "Table 3" in rows["depth"]
     assert "estimates" in out
@@ -377,10 +382,10 @@ def test_list(reproduce) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["basline"], "there is no item 'basline'; nearest: baselines"),
-        ([], "name an item, such as baselines"),
+        (["basline"], "there is no table 'basline'; nearest: baselines"),
+        ([], "name a table, such as baselines"),
         (["baselines", "--scale", "large"], "--scale is 'large'; there are tiny, small, paper"),
-        (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen item has; nearest: e-spa"),
+        (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen table has; nearest: e-spa"),
         (["baselines", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
         (["baselines", "--budget", "-1"], "--budget is -1 seconds; it must be positive"),
         (["baselines", "--rates", "0"], "--rates is 0; it must be at least 1"),

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from skipless.paper.experiments import Job, Text
+from skipless.paper.experiments import Text
 from skipless.paper.records import Record
+from skipless.paper.runs import Run
 
 Fake = Callable[..., Record]
 
@@ -17,12 +18,12 @@ def text() -> Text:
 
 @pytest.fixture
 def fake(text: Text) -> Fake:
-    """The record of a job that ended with this loss; infinite means that it diverged."""
+    """The record of a run that ended with this loss; infinite means that it diverged."""
 
-    def make(job: Job, loss: float, **values) -> Record:
+    def make(run: Run, loss: float, **values) -> Record:
         lost = loss == float("inf")
         known = {
-            "steps": job.experiment.train.steps,
+            "steps": run.experiment.train.steps,
             "valid_loss": loss,
             "diverged_at": 7 if lost else None,
             "seconds": 20.0,
@@ -34,7 +35,7 @@ def fake(text: Text) -> Fake:
             "time": "",
             "curve": [[1, 10.0], [2, 9.5]],
         }
-        named = (job.key, job.item, job.arm, "small", job.rate, job.seed, job.multiple, job.measure)
+        named = (run.key, run.table, run.arm, "small", run.rate, run.seed, run.multiple, run.measure)
         return Record(*named, train_loss=loss, text=text.to_json(), **{**known, **values})
 
     return make

@@ -1,4 +1,4 @@
-"""Items on mirrored networks: the embedding's rate is tuned too, deep arms follow a law, and headlines have seeds."""
+"""Tables on mirrored networks: the embedding's rate is tuned too, deep arms follow a law, and headlines have seeds."""
 
 import dataclasses
 import json
@@ -10,17 +10,16 @@ import pytest
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.paper import experiments
-from skipless.paper.catalogue import ITEMS
 from skipless.paper.claims import NoSpike, NoWiderGap, Results, largest_rise
-from skipless.paper.execute import Limits, Scheduler
-from skipless.paper.experiments import SCALES, Arm, Item, Job, Setting, Text, make_job, run_key
+from skipless.paper.experiments import SCALES, Arm, PaperTable, Setting, Text
 from skipless.paper.mirrored import EMBEDDING_RATES
 from skipless.paper.records import Record, ResultsFolder
-from skipless.paper.runs import Outcome, best_job, missing, outcome_of, total
-from skipless.paper.tables import as_json, gather, markdown
+from skipless.paper.runs import Limits, Outcome, Run, best_run, make_run, missing, outcome_of, run_key, total
+from skipless.paper.tables import TABLES, as_json, gather, markdown
+from skipless.paper.workers import Scheduler
 
 INF = float("inf")
-PLAIN = Item(
+PLAIN = PaperTable(
     "plain",
     "one arm",
     "nowhere",
@@ -37,17 +36,17 @@ def setting(text: Text) -> Setting:
 def bowl(rate: float, embedding: float):
     """A loss whose lowest point lies at these two rates."""
 
-    def loss(job: Job) -> float:
-        return 5.0 + abs(math.log10(job.rate / rate)) + abs(math.log10((job.embedding_rate or 1e-3) / embedding))
+    def loss(run: Run) -> float:
+        return 5.0 + abs(math.log10(run.rate / rate)) + abs(math.log10((run.embedding_rate or 1e-3) / embedding))
 
     return loss
 
 
-def run_all(items, setting: Setting, fake, loss, arms=()) -> dict[str, Record]:
-    """Every run until none is missing, each with the loss that loss(job) says, in the order in which they come."""
+def run_all(tables, setting: Setting, fake, loss, arms=()) -> dict[str, Record]:
+    """Every run until none is missing, each with the loss that loss(run) says, in the order in which they come."""
     records: dict[str, Record] = {}
-    while jobs := missing(items, setting, records, arms):
-        records |= {job.key: fake(job, loss(job), embedding_rate=job.embedding_rate) for job in jobs}
+    while runs := missing(tables, setting, records, arms):
+        records |= {run.key: fake(run, loss(run), embedding_rate=run.embedding_rate) for run in runs}
     return records
 
 
@@ -89,7 +88,7 @@ def test_embedding_rates_are_added_beyond_the_edge(setting: Setting, fake, embed
 
 def test_no_embedding_rate_is_added_for_less_than_seeds_differ_by(setting: Setting, fake) -> None:
     flat = {3e-3: 5.5, 5e-3: 5.005, 1e-2: 5.0}
-    records = run_all([PLAIN], setting, fake, lambda job: flat[job.embedding_rate] + abs(math.log(job.rate / 3e-5)))
+    records = run_all([PLAIN], setting, fake, lambda run: flat[run.embedding_rate] + abs(math.log(run.rate / 3e-5)))
     outcome = outcome_of(PLAIN, PLAIN.arms[0], setting, records)
     assert list(outcome.embedding_sweep) == [3e-3, 5e-3, 1e-2]
     assert outcome.best_embedding == 1e-2
@@ -100,7 +99,7 @@ def test_the_best_pair_has_the_lowest_loss_of_all(setting: Setting, fake) -> Non
     """Also where the middle embedding rate diverges at some rates, and other embedding rates at the best one."""
     lost = {(5e-5, 5e-3), (3e-5, 1e-2)}
     plain = bowl(5e-5, 5e-3)
-    loss = lambda job: INF if (job.rate, job.embedding_rate) in lost else plain(job)  # noqa: E731
+    loss = lambda run: INF if (run.rate, run.embedding_rate) in lost else plain(run)  # noqa: E731
     records = run_all([PLAIN], setting, fake, loss)
     outcome = outcome_of(PLAIN, PLAIN.arms[0], setting, records)
     best = min((record for record in records.values() if not record.seed), key=lambda record: record.train_loss)
@@ -123,13 +122,13 @@ def test_one_rate_tunes_nothing(text: Text, fake) -> None:
 
 
 def test_an_unfinished_embedding_sweep_names_no_best(setting: Setting, fake) -> None:
-    records = {job.key: fake(job, bowl(3e-5, 5e-3)(job)) for job in missing([PLAIN], setting, {})}
+    records = {run.key: fake(run, bowl(3e-5, 5e-3)(run)) for run in missing([PLAIN], setting, {})}
     outcome = outcome_of(PLAIN, PLAIN.arms[0], setting, records)
     assert outcome.best is None
     assert not outcome.failed
-    assert [job.embedding_rate for job in outcome.missing] == [3e-3, 1e-2]
+    assert [run.embedding_rate for run in outcome.missing] == [3e-3, 1e-2]
     with pytest.raises(ValueError, match="e-spa of plain has no best rate yet"):
-        best_job(PLAIN, outcome, setting)
+        best_run(PLAIN, outcome, setting)
     assert "(sweep: 3 of 5)" in markdown(gather(PLAIN, setting, records))
 
 
@@ -147,13 +146,13 @@ def test_the_page_shows_both_rates(setting: Setting, fake) -> None:
 
 
 def test_items_without_embedding_rates_are_as_before(setting: Setting, fake) -> None:
-    """Same runs, same keys, no words about it; a record of either kind of item serves both."""
+    """Same runs, same keys, no words about it; a record of either kind of table serves both."""
     plain, scale, text = dataclasses.replace(PLAIN, embedding_rates=()), setting.scale, setting.text
-    jobs = missing([plain], setting, {})
-    assert {job.embedding_rate for job in jobs} == {None}
-    assert {job.experiment.optimizer.embedding_rate for job in jobs} == {1e-3}
-    named = make_job(PLAIN, PLAIN.arms[0], setting, 3e-5, embedding_rate=1e-3)
-    assert named.key == make_job(plain, plain.arms[0], setting, 3e-5).key
+    runs = missing([plain], setting, {})
+    assert {run.embedding_rate for run in runs} == {None}
+    assert {run.experiment.optimizer.embedding_rate for run in runs} == {1e-3}
+    named = make_run(PLAIN, PLAIN.arms[0], setting, 3e-5, embedding_rate=1e-3)
+    assert named.key == make_run(plain, plain.arms[0], setting, 3e-5).key
     other = PLAIN.arms[0].experiment(scale, text, 3e-5, embedding_rate=5e-3)
     assert run_key(other, text) != named.key
     assert "embedding" not in markdown(gather(plain, setting, {}))
@@ -172,15 +171,15 @@ def test_old_records_are_read(setting: Setting, fake) -> None:
 
 @pytest.mark.parametrize("tried", [(3e-3, 1e-2), (3e-3, 5e-3), (1e-3, 5e-3, 1e-2), (1e-2, 5e-3, 3e-3)])
 def test_embedding_rates_are_neighbours(tried: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="they must be an odd number of neighbours on the ladder, such as"):
-        Item("x", "x", "x", embedding_rates=tried)
+    with pytest.raises(ValueError, match=r"they must be an odd number of neighbours among the rates .* such as"):
+        PaperTable("x", "x", "x", embedding_rates=tried)
     with pytest.raises(ValueError, match=r"the nearest is 0\.005"):
-        Item("x", "x", "x", embedding_rates=(6e-3,))
+        PaperTable("x", "x", "x", embedding_rates=(6e-3,))
 
 
 def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> None:
     """`reproduce --list` shows what is in it."""
-    runs = {name: total(item, setting) for name, item in ITEMS.items() if name.startswith("mirrored")}
+    runs = {name: total(table, setting) for name, table in TABLES.items() if name.startswith("mirrored")}
     assert runs == {
         "mirrored-factors": 5 * 3,
         "mirrored": 12 * (3 + 2) + 6 * 2 + 6 * 1 + 11 + 12,  # tuning, seeds, one more length each, paces
@@ -200,12 +199,12 @@ def test_the_law_over_depth() -> None:
 
 
 def test_deep_arms_take_their_rates_from_the_shallow_ones(setting: Setting, fake) -> None:
-    item = ITEMS["mirrored-depth"]
-    waiting = outcome_of(item, item.arm("mirrored-identity/216"), setting, {})
-    assert {job.arm for job in waiting.missing} == {"mirrored-identity/36"}
+    table = TABLES["mirrored-depth"]
+    waiting = outcome_of(table, table.arm("mirrored-identity/216"), setting, {})
+    assert {run.arm for run in waiting.missing} == {"mirrored-identity/36"}
     assert not waiting.failed
-    records = run_all([item], setting, fake, bowl(1e-3, 2e-2))
-    found = {arm.name: outcome_of(item, arm, setting, records) for arm in item.arms}
+    records = run_all([table], setting, fake, bowl(1e-3, 2e-2))
+    found = {arm.name: outcome_of(table, arm, setting, records) for arm in table.arms}
     assert {name: (outcome.best, outcome.best_embedding, len(outcome.swept)) for name, outcome in found.items()} == {
         "pre-ln/36": (1e-3, 2e-2, 10),
         "mirrored-identity/36": (1e-3, 2e-2, 8),
@@ -220,54 +219,54 @@ def test_deep_arms_take_their_rates_from_the_shallow_ones(setting: Setting, fake
         "pre-ln-constant/216": (1e-3, 2e-2, 1),
     }
     assert all(sorted(outcome.runs[1.0]) == [0, 1] for outcome in found.values())
-    page = markdown(gather(item, setting, records))
+    page = markdown(gather(table, setting, records))
     assert "Deeper arms are not tuned: they take the rates of the shallowest by a law over depth." in page
     assert "| | 36 | 72 | 108 | 216 |" in page.replace("|  |", "| |")
 
 
 def test_a_deep_arm_alone_tunes_the_one_that_it_follows(setting: Setting, fake) -> None:
-    item = ITEMS["mirrored-depth"]
-    records = run_all([item], setting, fake, bowl(2e-3, 5e-3), ("mirrored-identity/108",))
+    table = TABLES["mirrored-depth"]
+    records = run_all([table], setting, fake, bowl(2e-3, 5e-3), ("mirrored-identity/108",))
     assert {record.arm for record in records.values()} == {"mirrored-identity/36", "mirrored-identity/108"}
     assert {record.seed for record in records.values() if record.arm == "mirrored-identity/36"} == {0}
 
 
 def test_a_deep_arm_fails_with_the_one_that_it_follows(setting: Setting, fake) -> None:
-    item = ITEMS["mirrored-depth"]
-    records = run_all([item], setting, fake, lambda job: INF if "mirrored" in job.arm else bowl(1e-2, 5e-3)(job))
-    assert outcome_of(item, item.arm("mirrored-identity/216"), setting, records).failed
+    table = TABLES["mirrored-depth"]
+    records = run_all([table], setting, fake, lambda run: INF if "mirrored" in run.arm else bowl(1e-2, 5e-3)(run))
+    assert outcome_of(table, table.arm("mirrored-identity/216"), setting, records).failed
 
 
 def test_who_an_arm_follows_must_be_there() -> None:
     arm = Arm("deep", "deep", "wikitext103/e-spa", follows="shallow")
     with pytest.raises(ValueError, match="arm 'deep' follows 'shallow'; it must be one of e-spa"):
-        Item("x", "x", "x", (*PLAIN.arms, arm))
+        PaperTable("x", "x", "x", (*PLAIN.arms, arm))
 
 
 def test_headline_arms_have_three_seeds(text: Text) -> None:
-    item, usual = ITEMS["mirrored"], Setting.of(SCALES["small"], text)
-    three = [arm.name for arm in item.arms if usual.seeds_of(arm) == 3]
+    table, usual = TABLES["mirrored"], Setting.of(SCALES["small"], text)
+    three = [arm.name for arm in table.arms if usual.seeds_of(arm) == 3]
     assert three == [
         f"{kind}/{way}" for kind in ("pre-ln", "mirrored", "mirrored-identity") for way in ("adam", "muon")
     ]
     asked, tiny = Setting.of(SCALES["small"], text, seeds=1), Setting.of(SCALES["tiny"], text)
-    assert {setting.seeds_of(arm) for setting in (asked, tiny) for arm in item.arms} == {1}
-    assert {usual.seeds_of(arm) for arm in ITEMS["mirrored-factors"].arms} == {1}
+    assert {setting.seeds_of(arm) for setting in (asked, tiny) for arm in table.arms} == {1}
+    assert {usual.seeds_of(arm) for arm in TABLES["mirrored-factors"].arms} == {1}
 
 
 def test_items_on_mirrored_networks_share_their_runs(setting: Setting, fake) -> None:
     """After `mirrored`, what is left of the others is what they are about."""
-    records = run_all([ITEMS["mirrored"]], setting, fake, bowl(1e-3, 5e-3))
-    longer = {(job.arm, job.multiple) for job in missing([ITEMS["mirrored-longer"]], setting, records)}
-    assert longer <= {(arm.name, 3.0) for arm in ITEMS["mirrored-longer"].arms}
-    assert not any(job.arm.endswith("/36") for job in missing([ITEMS["mirrored-depth"]], setting, records))
-    others = {job.arm for job in missing([ITEMS["mirrored-others"]], setting, records)}
+    records = run_all([TABLES["mirrored"]], setting, fake, bowl(1e-3, 5e-3))
+    longer = {(run.arm, run.multiple) for run in missing([TABLES["mirrored-longer"]], setting, records)}
+    assert longer <= {(arm.name, 3.0) for arm in TABLES["mirrored-longer"].arms}
+    assert not any(run.arm.endswith("/36") for run in missing([TABLES["mirrored-depth"]], setting, records))
+    others = {run.arm for run in missing([TABLES["mirrored-others"]], setting, records)}
     assert others == {"pre-ln-mirrored/muon", "u-spa-mirrored/muon", "v-skipinit-mirrored/muon"}
 
 
 def test_what_the_arms_of_mirrored_are(setting: Setting) -> None:
     scale, text = setting.scale, setting.text
-    arms = {arm.name: arm.experiment(scale, text, 1e-3) for item in ITEMS.values() for arm in item.arms}
+    arms = {arm.name: arm.experiment(scale, text, 1e-3) for table in TABLES.values() for arm in table.arms}
     for way, slower in (("adam", 0.3), ("muon", 0.1), ("soap", 0.3)):
         trained, frozen, identity = (arms[f"mirrored{kind}/{way}"] for kind in ("", "-frozen", "-identity"))
         assert trained.model == frozen.model
@@ -302,20 +301,20 @@ def found(curve=(), losses=(5.0,)) -> Outcome:
 
 def test_spikes_are_judged_by_the_curve() -> None:
     curves = {"calm": [[1, 5.0], [2, 4.0], [3, 4.05]], "wild": [[1, 5.0], [2, 4.0], [3, 4.5]]}
-    findings = Results({name: found(curve) for name, curve in curves.items()}, 7.5)
-    assert NoSpike("calm").judge(findings).mark == "pass"
-    assert NoSpike("wild").judge(findings).mark == "fail"
-    assert NoSpike("none").judge(findings).mark == "not run"
-    assert NoSpike("calm").claim() == "the training loss of calm never rises by more than 0.1"
+    results = Results({name: found(curve) for name, curve in curves.items()}, 7.5)
+    assert NoSpike("calm").judge(results).mark == "pass"
+    assert NoSpike("wild").judge(results).mark == "fail"
+    assert NoSpike("none").judge(results).mark == "not run"
+    assert NoSpike("calm").text() == "the training loss of calm never rises by more than 0.1"
 
 
 @pytest.mark.parametrize(("deep", "mark"), [((5.2, 5.2), "pass"), ((5.21, 5.25), "pass"), ((5.3, 5.3), "fail")])
 def test_a_gap_may_widen_by_what_seeds_differ_by(deep: tuple[float, float], mark: str) -> None:
     outcomes = {"a": found(losses=(4.6, 4.6)), "b": found(losses=(4.8, 4.8)), "c": found(losses=(5.0, 5.02))}
-    findings = Results({**outcomes, "d": found(losses=deep)}, 7.5)
-    verdict = NoWiderGap(("c", "d"), ("a", "b")).judge(findings)
+    results = Results({**outcomes, "d": found(losses=deep)}, 7.5)
+    verdict = NoWiderGap(("c", "d"), ("a", "b")).judge(results)
     assert verdict.mark == mark, verdict
-    assert NoWiderGap(("c", "e"), ("a", "b")).judge(findings).mark == "not run"
+    assert NoWiderGap(("c", "e"), ("a", "b")).judge(results).mark == "not run"
 
 
 @pytest.mark.parametrize("arm", ["mirrored/adam", "mirrored-identity/muon", "mirrored-frozen/muon"])
@@ -327,10 +326,10 @@ def test_an_arm_from_start_to_page(arm: str, tmp_path: Path) -> None:
     prepare(source, tmp_path / "tokens", workers=1)
     setting = Setting.of(SCALES["tiny"], Text.read(tmp_path / "tokens"))
     folder = ResultsFolder(tmp_path / "results", "tiny")
-    assert not Scheduler([ITEMS["mirrored"]], setting, folder, Limits(device="cpu"), arms=(arm,)).work()
+    assert not Scheduler([TABLES["mirrored"]], setting, folder, Limits(device="cpu"), arms=(arm,)).work()
     records = [record for record in folder.records.values() if not record.measure]
     assert [(record.arm, record.embedding_rate, record.diverged) for record in records] == [(arm, 5e-3, False)]
     assert [step for step, _ in records[0].curve] == [1, 2, 3]
     assert abs(records[0].train_loss - math.log(256)) < 0.5  # three steps from a start that knows nothing
-    page = markdown(gather(ITEMS["mirrored"], setting, folder.records))
+    page = markdown(gather(TABLES["mirrored"], setting, folder.records))
     assert f"{records[0].rate:g}, embedding 0.005" in page

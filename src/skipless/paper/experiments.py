@@ -1,28 +1,194 @@
-"""Tables of the paper as data: arms, learning rates, sizes, and the list of all tables."""
+"""A table of the paper as data: its arms, the sizes it can be run at, and the learning rates that arms are tried at."""
 
 import dataclasses
-import difflib
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from skipless.data.store import MANIFEST, TokenStore, fingerprint
+from skipless.data.store import TokenStore, fingerprint
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
 from skipless.paper.numbers import Printed
-from skipless.paper.recipes import prepared
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
-    from skipless.paper.claims import Band
+    from skipless.paper.claims import Claim
+
+Measure = Literal["", "probes", "tasks", "pace"]  # names in logs; "pace": the time of a step, with nothing beside it
+Optimizer = Literal["adam", "muon", "soap"]
+
+# The rate falls as depth^−power. Each of L blocks moves the output of a network without skips by about as much as its
+# own matrices move, relative to their size; Muon moves all of them by the same share. With one direction in common the
+# L shares add up, so that the whole moves by the same amount if each moves by 1/L of it. For ReLU MLPs trained by SGD
+# the power is 3/2 (Jelassi et al. 2023, arXiv:2305.07810).
+DEPTH_POWER = 1.0
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure of the paper, or a new one of the same kind: arms, and claims made before they were run.
+
+    quantities: what is shown, losses or names of measures. measure: what runs at the best rate are asked for besides.
+    step_ladder: multiples of the usual steps that an arm is trained for, until it reaches the loss that `baseline` has
+    after the usual number. keeps_weights: of longer runs and of measured ones. kernels: nothing is trained, theory
+    alone. embedding_rates: an odd number of neighbouring rates at which every arm's embedding is tried; a single one is
+    not tuned, and () is the scale's own rate.
+    """
+
+    name: str
+    title: str
+    reference: str
+    arms: "tuple[Arm, ...]" = ()
+    claims: "tuple[Claim, ...]" = ()
+    quantities: tuple[str, ...] = ("train_loss",)
+    measure: Measure = ""
+    step_ladder: tuple[float, ...] = ()
+    baseline: str = ""
+    note: str = ""
+    keeps_weights: bool = False
+    kernels: bool = False
+    embedding_rates: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        names = [arm.name for arm in self.arms]
+        doubled = sorted({name for name in names if names.count(name) > 1})
+        if doubled:
+            raise ValueError(f"table {self.name!r} has two arms {doubled[0]!r}; names must differ")
+        leaders = [arm.name for arm in self.arms if not arm.follows]
+        for arm in self.arms:
+            if arm.follows and arm.follows not in leaders:
+                raise ValueError(f"arm {arm.name!r} follows {arm.follows!r}; it must be one of {', '.join(leaders)}")
+        if (start := self.embedding_start) is not None:
+            nearest = grid(start, len(self.embedding_rates) | 1)
+            if self.embedding_rates != nearest:
+                raise ValueError(
+                    f"embedding_rates of table {self.name!r} are {self.embedding_rates}; they must be an odd number of "
+                    f"neighbours among the rates {{1, 2, 3, 5}}·10ⁿ, such as {nearest}"
+                )
+
+    @property
+    def embedding_start(self) -> float | None:
+        """The embedding's rate while the others are tuned: the middle of its rates; None is the scale's own."""
+        return self.embedding_rates[len(self.embedding_rates) // 2] if self.embedding_rates else None
+
+    def chosen(self, scale: "Scale", names: tuple[str, ...] = ()) -> "tuple[Arm, ...]":
+        """The arms to run: core ones, all of them at the paper's scale, or those named; "all" names every one."""
+        if not names:
+            return self.arms if scale.name == "paper" else tuple(arm for arm in self.arms if arm.core)
+        return self.arms if "all" in names else tuple(arm for arm in self.arms if arm.name in names)
+
+    def arm(self, name: str) -> "Arm":
+        """The arm of that name."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+_TIMED_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A preset with some fields changed, trained by one optimiser: one row of a table.
+
+    printed: what the paper says of it. step_multiples: multiples of the usual steps that it is trained for; its rate is
+    tuned at 1. precision and seeds (at the best rate): None is the scale's own. core: whether it is run at every scale;
+    other arms are run at the paper's, and with --arms. gain_rate: of the gains of SkipInit and Value-SkipInit; None is
+    the optimiser's own. rate: its only rate, if it is not tuned here. follows: another arm of its table, whose best
+    rates it takes instead of tuning its own; the rate by the law over depth with this power (by_depth).
+    """
+
+    name: str
+    label: str
+    preset: str
+    changes: dict[str, Any] = field(default_factory=dict, hash=False)
+    optimizer: Optimizer = "adam"
+    role_rates: dict[str, float] = field(default_factory=dict, hash=False)
+    keep_orthogonal: tuple[str, ...] = ()
+    gain_rate: float | None = None
+    printed: tuple[Printed, ...] = ()
+    step_multiples: tuple[float, ...] = (1.0,)
+    precision: Precision | None = None
+    core: bool = True
+    seeds: int | None = None
+    rate: float | None = None
+    follows: str = ""
+    depth_power: float = DEPTH_POWER
+
+    @property
+    def corpus(self) -> str:
+        """Which of the paper's two corpora it is trained on: "wikitext103" or "c4"."""
+        return "c4" if self.preset.startswith("c4/") else "wikitext103"
+
+    def model(self, scale: "Scale", text: "Text") -> ModelConfig:
+        """The network at this scale, for this text."""
+        return _model(self, scale, text)
+
+    def outline(self, scale: "Scale", text: "Text") -> ModelConfig:
+        """The same without its activation, for which nothing need be solved: enough for sizes and costs."""
+        plain = _plain(self)
+        return plain.replace(**scale.sizes(plain), vocab_size=text.vocab_size)
+
+    def multiples_at(self, scale: "Scale") -> tuple[float, ...]:
+        """Its step multiples, as far as they are run at this scale."""
+        return tuple(multiple for multiple in self.step_multiples if multiple <= scale.longest)
+
+    def rates(self, scale: "Scale", text: "Text", count: int) -> tuple[float, ...]:
+        """`count` rates around the one expected for its kind of network, or its own single one."""
+        return (self.rate,) if self.rate is not None else grid(expected(self.model(scale, text), self.optimizer), count)
+
+    def experiment(
+        self,
+        scale: "Scale",
+        text: "Text",
+        rate: float,
+        seed: int = 0,
+        multiple: float = 1.0,
+        measure: Measure = "",
+        embedding_rate: float | None = None,
+    ) -> Experiment:
+        """Everything a run depends on. measure: what is wanted besides losses. embedding_rate: None is the scale's."""
+        train = scale.schedule(self.corpus, seed, multiple)
+        train = dataclasses.replace(train, precision=self.precision or train.precision)
+        if measure == "probes":
+            train = dataclasses.replace(train, probe_at=(0, train.steps // 2, train.steps))
+        if measure == "pace":
+            steps = min(_TIMED_STEPS, train.steps)
+            every = max(steps // 5, 1)
+            train = dataclasses.replace(train, steps=steps, warmup=steps // 2, log_every=every, eval_every=0)
+        return Experiment(
+            name=f"{self.name.replace('/', '-')}-{rate:g}-{seed}",
+            model=self.model(scale, text),
+            data=DataConfig(corpus=text.name, folder=text.folder),
+            optimizer=OptimizerConfig(
+                self.optimizer,
+                rate,
+                scale.embedding(self.corpus) if embedding_rate is None else embedding_rate,
+                role_rates=dict(self.role_rates),
+                keep_orthogonal=self.keep_orthogonal,
+                gain_rate=self.gain_rate,
+            ),
+            train=train,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _model(arm: Arm, scale: "Scale", text: "Text") -> ModelConfig:
+    plain = _plain(arm)
+    changes = {**arm.changes, **scale.sizes(plain), "vocab_size": text.vocab_size}
+    if isinstance(plain.scheme, ExponentialSPA | UniformSPA):
+        changes["scheme"] = dataclasses.replace(plain.scheme, repeat_rate=text.repeat_rate)
+    return preset(arm.preset, **changes)
+
+
+def _plain(arm: Arm) -> ModelConfig:
+    """The arm's preset at the paper's size, without an activation to solve and the mirrored MLPs that need one."""
+    kept = {name: value for name, value in arm.changes.items() if name not in ("activation", "mlp_init")}
+    return preset(arm.preset, activation="identity", **kept)
 
 
 PAPER_WIDTH = 1024
@@ -30,13 +196,14 @@ PAPER_WIDTH = 1024
 
 @dataclass(frozen=True)
 class Scale:
-    """What all arms share at one size. width is that of networks which are 1024 wide in the paper; 0: its own sizes.
+    """A size that tables are run at: what all arms share. Depth is the paper's at every one: it is what it is about.
 
-    Depth is the paper's at every size: it is what the paper is about. rates and seeds are the defaults of the command;
-    longest is the largest multiple of the usual steps that is run. judged: whether bands are meant for this size.
+    width is that of networks which are 1024 wide in the paper; 0 is the paper's own scale, App. H. rates and seeds are
+    the command's defaults. longest: the largest step multiple that is run. judged: whether claims are meant for it.
+    training: further fields of TrainConfig.
     """
 
-    name: Literal["tiny", "small", "paper"]
+    name: str
     steps: int = 0
     width: int = 0
     head_width: int = 0
@@ -47,159 +214,61 @@ class Scale:
     seeds: int = 2
     longest: float = math.inf
     judged: bool = True
+    training: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def sizes(self, model: ModelConfig) -> dict[str, Any]:
-        """Changes to a preset that bring it to this size."""
+        """Changes to a preset that bring it to this scale."""
         if not self.width:
             return {}
         width = self.width * model.width // PAPER_WIDTH
         return {"width": width, "heads": max(width // self.head_width, 1), "length": self.length}
 
     def embedding(self, corpus: str) -> float:
-        """The embedding's rate, one for all networks: App. H's, or the one of this size."""
+        """The embedding's rate, one for all networks: App. H's, or the one of this scale."""
         return self.embedding_rate if self.width else 5e-4 if corpus == "c4" else 2e-4
 
     def schedule(self, corpus: str, seed: int = 0, multiple: float = 1.0) -> TrainConfig:
         """The training of an arm, `multiple` times as long as usual. Warm-up is a tenth, or App. H's 4,000 steps.
 
-        A short run keeps no checkpoints: its log is what is wanted of it. Stopped early, it saves one all the same.
+        A run of the usual length has no checkpoints, since only its log is wanted. Stopped early it saves one.
         """
         if not self.width:
             steps, batch_size, length = (50_000, 8, 2048) if corpus == "c4" else (100_000, 16, 512)
             return TrainConfig(round(multiple * steps), batch_size, length, seed=seed, log_every=100, eval_every=5_000)
-        steps, small = round(multiple * self.steps), self.name == "small"
-        return TrainConfig(
-            steps=steps,
-            batch_size=self.batch_size,
-            length=self.length,
-            warmup=max(steps // 10, 1),
-            seed=seed,
-            precision="bf16" if small else "fp32",
-            compile=small,
-            impl="auto" if small else "sdpa",
-            ema=0.01 if small else 0.5,
-            log_every=25 if small else 1,
-            eval_every=steps,
-            eval_tokens=131_072 if small else 32,
-            checkpoint_every=self.steps if small and multiple >= 2.0 else 0,
-            keep=1,
-        )
+        steps = round(multiple * self.steps)
+        usual: dict[str, Any] = {
+            "warmup": max(steps // 10, 1),
+            "eval_every": steps,
+            "checkpoint_every": self.steps if multiple >= 2.0 else 0,
+            "keep": 1,
+        }
+        return TrainConfig(steps, self.batch_size, self.length, seed=seed, **usual | self.training)
 
 
+_ON_A_CPU = {"precision": "fp32", "compile": False, "impl": "sdpa", "log_every": 1}
+_ON_A_GPU = {"precision": "bf16", "compile": True, "impl": "auto", "log_every": 25}
 SCALES = {
     scale.name: scale
     for scale in (
-        Scale("tiny", 3, 16, 8, 16, 2, rates=1, seeds=1, longest=2.0, judged=False),
-        Scale("small", 1500, 256, 64, 256, 32, longest=5.0),
+        Scale(
+            "tiny",
+            3,
+            16,
+            8,
+            16,
+            2,
+            rates=1,
+            seeds=1,
+            longest=2.0,
+            judged=False,
+            training={**_ON_A_CPU, "ema": 0.5, "eval_tokens": 32},
+        ),
+        Scale(
+            "small", 1500, 256, 64, 256, 32, longest=5.0, training={**_ON_A_GPU, "ema": 0.01, "eval_tokens": 131_072}
+        ),
         Scale("paper", rates=5, seeds=3),
     )
 }
-
-
-def scale_named(name: str) -> Scale:
-    """The scale of that name."""
-    if name not in SCALES:
-        near = difflib.get_close_matches(name, SCALES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SCALES)}"
-        raise ValueError(f"--scale is {name!r}; {hint}")
-    return SCALES[name]
-
-
-MANTISSAS = (1, 2, 3, 5)
-MOST_BEYOND = 3
-SAME = 0.01  # nats: two seeds differ by as much
-
-# At 36 blocks × 512 over 3,000 steps. Vanilla and Pre-LN with Adam and Muon and weighted skips are measured; networks
-# with one of two skips lie between those with none and both. SOAP, whose step size is Adam's, takes Adam's best rate
-# at `small`, found before SOAP was first run there.
-EXPECTED: dict[tuple[str, str], float] = {
-    ("skipless", "adam"): 3e-5,
-    ("skipless", "muon"): 1e-3,
-    ("skipless", "soap"): 1e-4,
-    ("one-skip", "adam"): 1e-4,
-    ("one-skip", "muon"): 2e-3,
-    ("one-skip", "soap"): 2e-4,
-    ("weighted", "adam"): 5e-4,
-    ("weighted", "muon"): 5e-3,
-    ("weighted", "soap"): 1e-3,
-    ("residual", "adam"): 5e-4,
-    ("residual", "muon"): 1e-2,
-    ("residual", "soap"): 1e-3,
-    # Mirrored MLPs without skips, at 36 blocks × 256 over 1,500 steps with one seed; SOAP's is a guess between them.
-    ("mirrored", "adam"): 2e-4,
-    ("mirrored", "muon"): 2e-3,
-    ("mirrored", "soap"): 3e-4,
-}
-
-# The rate falls as depth^−power. Each of L blocks moves the output of a network without skips by about as much as its
-# own matrices move, relative to their size; Muon moves all of them by the same share. With one direction in common the
-# L shares add up, so that the whole moves by the same amount if each moves by 1/L of it. For ReLU MLPs trained by SGD
-# the power is 3/2 (Jelassi et al. 2023, arXiv:2305.07810).
-DEPTH_POWER = 1.0
-
-
-def kind(model: ModelConfig) -> str:
-    """ "skipless", "one-skip", "weighted" (normalised, stable, SkipInit) or "residual" (1, 1), as in Pre-LN.
-
-    "mirrored": skipless, with MLPs that start mirrored.
-    """
-    attention, mlp = model.attention_skip, model.mlp_skip
-    if model.skipless:
-        return "mirrored" if model.mlp_init == "mirrored" else "skipless"
-    if attention.shortcut == 0.0 or mlp.shortcut == 0.0:
-        return "one-skip"
-    return "residual" if attention.residual == mlp.residual == 1.0 else "weighted"
-
-
-def expected(model: ModelConfig, optimizer: str) -> float:
-    """The rate at the middle of a network's grid."""
-    return EXPECTED[kind(model), optimizer]
-
-
-def by_depth(rate: float, depth: int, at: int = 36, power: float = DEPTH_POWER) -> float:
-    """The rate of a network of `depth` blocks from the best one of `at` blocks, to three digits: ∝ depth^−power."""
-    return float(f"{rate * (at / depth) ** power:.3g}")
-
-
-def grid(middle: float, count: int) -> tuple[float, ...]:
-    """`count` neighbouring rates of the ladder around one of them, lowest first; an even count leans upwards."""
-    if count < 1:
-        raise ValueError(f"--rates is {count}; every arm needs at least 1")
-    at = _place(middle)
-    return tuple(_rate(place) for place in range(at - (count - 1) // 2, at + count // 2 + 1))
-
-
-def beyond(losses: Mapping[float, float]) -> float | None:
-    """The next rate of the ladder beyond the best one, if that is the lowest or highest of several; else None.
-
-    None also where its neighbour is as good: the loss no longer depends on the rate. Diverged runs have an infinite
-    loss; where all have diverged, the next lower rate.
-    """
-    if len(losses) < 2:
-        return None
-    tried = sorted(losses)
-    if all(map(math.isinf, losses.values())):
-        return _rate(_place(tried[0]) - 1)
-    best = min(tried, key=lambda rate: (losses[rate], rate))
-    for edge, neighbour, step in ((tried[0], tried[1], -1), (tried[-1], tried[-2], 1)):
-        if best == edge and losses[neighbour] - losses[best] > SAME:
-            return _rate(_place(edge) + step)
-    return None
-
-
-def _place(rate: float) -> int:
-    """The rate's number on the ladder; 1 has 0."""
-    exponent = math.floor(math.log10(rate) + 1e-9)
-    mantissa = round(rate / 10.0**exponent, 6)
-    if mantissa not in MANTISSAS:
-        near = min((_rate(4 * exponent + n) for n in range(5)), key=lambda other: abs(math.log(other / rate)))
-        raise ValueError(f"the rate {rate:g} is not of the form {{1, 2, 3, 5}}·10ⁿ; the nearest is {near:g}")
-    return 4 * exponent + MANTISSAS.index(mantissa)
-
-
-def _rate(place: int) -> float:
-    exponent, index = divmod(place, len(MANTISSAS))
-    return float(f"{MANTISSAS[index]}e{exponent}")
 
 
 @dataclass(frozen=True)
@@ -248,213 +317,9 @@ class Text:
         return f"{self.name}, {self.tokens / 1e6:.1f}M tokens of {self.vocab_size:,} kinds (unigram {self.unigram:.2f})"
 
 
-def find_text(data: str | None, scale: str) -> Text:
-    """The text that --data names: a prepared folder, or a corpus, which is prepared under data/ if it is not yet.
-
-    Without it the smallest scale takes bytes of the Python standard library; the others want to be told.
-    """
-    vocab = 257 if scale == "tiny" else 32_000
-    if data is None and scale != "tiny":
-        raise ValueError(f"scale {scale!r} needs text: --data FOLDER, made by `skipless prepare`, or text files")
-    if data is not None and (Path(data) / MANIFEST).is_file():
-        return Text.read(data)
-    return Text.read(prepared(data or "stdlib", vocab))
-
-
-Measure = Literal["", "probes", "tasks", "pace"]
-Optimizer = Literal["adam", "muon", "soap"]
-
-_TIMED_STEPS = 100
-# What a result depends on; the rest of a schedule is about speed, logs and files.
-_SCHEDULE = ("steps", "batch_size", "length", "warmup", "accumulate", "seed", "precision", "ema", "probe_at")
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A preset with some fields changed, trained by one optimiser.
-
-    printed: what the paper says of it. multiples: lengths of training, as multiples of the usual one; its rate is tuned
-    at the usual one. precision: None is the size's own. core arms belong to the item at every size, others to the
-    paper's own and to --arms. gain_rate: of the gains of SkipInit and Value-SkipInit; None is the optimiser's own.
-    seeds: how many at the best rate; None is the size's own number. follows: another arm of its item, whose best rates
-    it takes instead of tuning its own, the rate by the law over depth with this power (rates.by_depth).
-    """
-
-    name: str
-    label: str
-    preset: str
-    changes: dict[str, Any] = field(default_factory=dict, hash=False)
-    optimizer: Optimizer = "adam"
-    role_rates: dict[str, float] = field(default_factory=dict, hash=False)
-    keep_orthogonal: tuple[str, ...] = ()
-    gain_rate: float | None = None
-    printed: tuple[Printed, ...] = ()
-    multiples: tuple[float, ...] = (1.0,)
-    precision: Precision | None = None
-    core: bool = True
-    seeds: int | None = None
-    follows: str = ""
-    depth_power: float = DEPTH_POWER
-
-    @property
-    def corpus(self) -> str:
-        """Which of the paper's two corpora it is trained on: "wikitext103" or "c4"."""
-        return "c4" if self.preset.startswith("c4/") else "wikitext103"
-
-    def model(self, scale: Scale, text: Text) -> ModelConfig:
-        """The network at this size, for this text."""
-        return _model(self, scale, text)
-
-    def lengths(self, scale: Scale) -> tuple[float, ...]:
-        """Its multiples, as far as they are run at this size."""
-        return tuple(multiple for multiple in self.multiples if multiple <= scale.longest)
-
-    def rates(self, scale: Scale, text: Text, count: int) -> tuple[float, ...]:
-        """The grid of rates that every arm gets."""
-        return grid(expected(self.model(scale, text), self.optimizer), count)
-
-    def experiment(
-        self,
-        scale: Scale,
-        text: Text,
-        rate: float,
-        seed: int = 0,
-        multiple: float = 1.0,
-        measure: Measure = "",
-        embedding_rate: float | None = None,
-    ) -> Experiment:
-        """The run. measure adds what is to be seen besides losses. embedding_rate: None is the size's own."""
-        train = scale.schedule(self.corpus, seed, multiple)
-        train = dataclasses.replace(train, precision=self.precision or train.precision)
-        if measure == "probes":
-            train = dataclasses.replace(train, probe_at=(0, train.steps // 2, train.steps))
-        if measure == "pace":
-            steps = min(_TIMED_STEPS, train.steps)
-            every = max(steps // 5, 1)
-            train = dataclasses.replace(train, steps=steps, warmup=steps // 2, log_every=every, eval_every=0)
-        return Experiment(
-            name=f"{self.name.replace('/', '-')}-{rate:g}-{seed}",
-            model=self.model(scale, text),
-            data=DataConfig(corpus=text.name, folder=text.folder),
-            optimizer=OptimizerConfig(
-                self.optimizer,
-                rate,
-                scale.embedding(self.corpus) if embedding_rate is None else embedding_rate,
-                role_rates=dict(self.role_rates),
-                keep_orthogonal=self.keep_orthogonal,
-                gain_rate=self.gain_rate,
-            ),
-            train=train,
-        )
-
-
-@functools.lru_cache(maxsize=1024)
-def _model(arm: Arm, scale: Scale, text: Text) -> ModelConfig:
-    # sizes and scheme alone are read from it; nothing is solved, and a mirrored MLP would want its own activation
-    plain = preset(arm.preset, activation="identity", **_without(arm.changes, "activation", "mlp_init"))
-    changes = {**arm.changes, **scale.sizes(plain), "vocab_size": text.vocab_size}
-    if isinstance(plain.scheme, ExponentialSPA | UniformSPA):
-        changes["scheme"] = dataclasses.replace(plain.scheme, repeat_rate=text.repeat_rate)
-    return preset(arm.preset, **changes)
-
-
-def run_key(experiment: Experiment, text: Text, measure: Measure = "") -> str:
-    """What two runs share if and only if they give the same results: a hash of all they depend on.
-
-    Names, paths, precision of solved constants beyond six digits and settings at their defaults do not enter: the key
-    is the same on every machine, and stays when a configuration gains a field.
-    """
-    train = {name: getattr(experiment.train, name) for name in _SCHEDULE}
-    essentials = {
-        "model": _changed(experiment.model, experiment.model.to_dict()),
-        "optimizer": _changed(experiment.optimizer, experiment.optimizer.to_dict()),
-        "train": train,
-        "text": text.fingerprint,
-        "measure": measure,
-    }
-    return hashlib.sha256(json.dumps(_rounded(essentials), sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _changed(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
-    return {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
-    if isinstance(value, float) and math.isfinite(value):
-        return float(f"{value:.6g}")
-    return value
-
-
-def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in names}
-
-
-@dataclass(frozen=True)
-class Item:
-    """A table or figure of the paper, or a new one of the same kind.
-
-    quantities: what its tables show, losses or names of measures. measure: what the run at the best rate is asked for
-    besides. ladder: lengths of training, as multiples, at which arms are tried until one reaches what `baseline`
-    reaches in the usual one. keeps_weights: of longer runs and of those that are measured. kernels: no training, only
-    theory. embedding_rates: an odd number of neighbours on the ladder of rates, at which every arm's embedding is
-    tried; one alone is not tuned, and none is the size's own rate.
-    """
-
-    name: str
-    title: str
-    reference: str
-    arms: tuple[Arm, ...] = ()
-    bands: "tuple[Band, ...]" = ()
-    quantities: tuple[str, ...] = ("train_loss",)
-    measure: Measure = ""
-    ladder: tuple[float, ...] = ()
-    baseline: str = ""
-    note: str = ""
-    keeps_weights: bool = False
-    kernels: bool = False
-    embedding_rates: tuple[float, ...] = ()
-
-    def __post_init__(self):
-        names = [arm.name for arm in self.arms]
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        if doubled:
-            raise ValueError(f"item {self.name!r} has two arms {doubled[0]!r}; names must differ")
-        leaders = [arm.name for arm in self.arms if not arm.follows]
-        for arm in self.arms:
-            if arm.follows and arm.follows not in leaders:
-                raise ValueError(f"arm {arm.name!r} follows {arm.follows!r}; it must be one of {', '.join(leaders)}")
-        if (start := self.embedding_start) is not None:
-            nearest = grid(start, len(self.embedding_rates) | 1)
-            if self.embedding_rates != nearest:
-                raise ValueError(
-                    f"embedding_rates of item {self.name!r} are {self.embedding_rates}; they must be an odd number of "
-                    f"neighbours on the ladder, such as {nearest}"
-                )
-
-    @property
-    def embedding_start(self) -> float | None:
-        """The embedding's rate while the others are tuned: the middle of its rates; None is the size's own."""
-        return self.embedding_rates[len(self.embedding_rates) // 2] if self.embedding_rates else None
-
-    def chosen(self, scale: Scale, names: tuple[str, ...] = ()) -> tuple[Arm, ...]:
-        """The arms to run: core ones, all at the paper's size, or those named; "all" names every one."""
-        if not names:
-            return self.arms if scale.name == "paper" else tuple(arm for arm in self.arms if arm.core)
-        return self.arms if "all" in names else tuple(arm for arm in self.arms if arm.name in names)
-
-    def arm(self, name: str) -> Arm:
-        """The arm of that name."""
-        return next(arm for arm in self.arms if arm.name == name)
-
-
 @dataclass(frozen=True)
 class Setting:
-    """What holds for all runs of a call: size, text, and how many rates and seeds each arm gets.
+    """What holds for all runs of a call: scale, text, and how many rates and seeds each arm gets.
 
     own_seeds: whether arms that ask for a number of seeds of their own get it.
     """
@@ -479,74 +344,92 @@ class Setting:
         return arm.seeds if self.own_seeds and arm.seeds is not None else self.seeds
 
 
-@dataclass(frozen=True)
-class Job:
-    """One run. Jobs with equal keys are the same run, whoever asks. weights: whether to keep its folder with them.
+MANTISSAS = (1, 2, 3, 5)
+MOST_BEYOND = 3  # rates tried beyond the first ones
+SAME = 0.01  # nats: two seeds differ by as much
 
-    embedding_rate: None is the size's own.
+# At 36 blocks × 512 over 3,000 steps. Vanilla and Pre-LN with Adam and Muon and weighted skips are measured; networks
+# with one of two skips lie between those with none and both. SOAP, whose step size is Adam's, takes Adam's best rate
+# at `small`, found before SOAP was first run there.
+EXPECTED: dict[tuple[str, str], float] = {
+    ("skipless", "adam"): 3e-5,
+    ("skipless", "muon"): 1e-3,
+    ("skipless", "soap"): 1e-4,
+    ("one-skip", "adam"): 1e-4,
+    ("one-skip", "muon"): 2e-3,
+    ("one-skip", "soap"): 2e-4,
+    ("weighted", "adam"): 5e-4,
+    ("weighted", "muon"): 5e-3,
+    ("weighted", "soap"): 1e-3,
+    ("residual", "adam"): 5e-4,
+    ("residual", "muon"): 1e-2,
+    ("residual", "soap"): 1e-3,
+    # Mirrored MLPs without skips, at 36 blocks × 256 over 1,500 steps with one seed; SOAP's is a guess between them.
+    ("mirrored", "adam"): 2e-4,
+    ("mirrored", "muon"): 2e-3,
+    ("mirrored", "soap"): 3e-4,
+}
+
+
+def kind(model: ModelConfig) -> str:
+    """ "skipless", "one-skip", "weighted" (normalised, stable, SkipInit) or "residual" (1, 1), as in Pre-LN.
+
+    "mirrored": skipless, with MLPs that start mirrored.
     """
-
-    item: str
-    arm: str
-    experiment: Experiment
-    key: str
-    rate: float
-    seed: int
-    multiple: float
-    measure: Measure = ""
-    weights: bool = False
-    embedding_rate: float | None = None
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether nothing else may run beside it: its pace is what is wanted."""
-        return self.measure == "pace"
-
-    @property
-    def stage(self) -> int:
-        """0 in a sweep, 1 at its best rate, 2 for a pace."""
-        return 2 if self.exclusive else int(self.seed > 0 or self.multiple != 1.0 or bool(self.measure))
-
-    @property
-    def network(self) -> str:
-        """Equal for runs that can share what torch.compile has compiled."""
-        train = self.experiment.train
-        return f"{self.experiment.model.to_json()} {train.batch_size} {train.length}"
-
-    def describe(self) -> str:
-        """In words, for a line of progress."""
-        longer = "" if self.multiple == 1.0 else f" ×{self.multiple:g}"
-        what = f" ({self.measure})" if self.measure else ""
-        embedding = "" if self.embedding_rate is None else f", embedding {self.embedding_rate:g}"
-        return f"{self.item}: {self.arm}{longer}, rate {self.rate:g}{embedding}, seed {self.seed}{what}"
+    attention, mlp = model.attention_skip, model.mlp_skip
+    if model.skipless:
+        return "mirrored" if model.mlp_init == "mirrored" else "skipless"
+    if attention.shortcut == 0.0 or mlp.shortcut == 0.0:
+        return "one-skip"
+    return "residual" if attention.residual == mlp.residual == 1.0 else "weighted"
 
 
-def make_job(  # noqa: PLR0913  (an arm, and the five numbers that name one of its runs)
-    item: Item,
-    arm: Arm,
-    setting: Setting,
-    rate: float,
-    seed: int = 0,
-    multiple: float = 1.0,
-    measure: Measure = "",
-    embedding_rate: float | None = None,
-) -> Job:
-    """The run of an arm."""
-    base = _job(arm, setting.scale, setting.text, rate, seed, multiple, measure, embedding_rate)
-    return replace(base, item=item.name, weights=item.keeps_weights and (multiple > 1.0 or bool(measure)))
+def expected(model: ModelConfig, optimizer: str) -> float:
+    """The rate at the middle of a network's grid."""
+    return EXPECTED[kind(model), optimizer]
 
 
-@functools.lru_cache(maxsize=8192)
-def _job(  # noqa: PLR0913  (all that names a run)
-    arm: Arm,
-    scale: Scale,
-    text: Text,
-    rate: float,
-    seed: int,
-    multiple: float,
-    measure: Measure,
-    embedding_rate: float | None,
-) -> Job:
-    experiment = arm.experiment(scale, text, rate, seed, multiple, measure, embedding_rate)
-    key = run_key(experiment, text, measure)
-    return Job("", arm.name, experiment, key, rate, seed, multiple, measure, embedding_rate=embedding_rate)
+def by_depth(rate: float, depth: int, at: int = 36, power: float = DEPTH_POWER) -> float:
+    """The rate of a network of `depth` blocks from the best one of `at` blocks, to three digits: ∝ depth^−power."""
+    return float(f"{rate * (at / depth) ** power:.3g}")
+
+
+def grid(middle: float, count: int) -> tuple[float, ...]:
+    """`count` neighbours among the rates {1, 2, 3, 5}·10ⁿ around one, lowest first; an even count leans upwards."""
+    if count < 1:
+        raise ValueError(f"--rates is {count}; every arm needs at least 1")
+    at = _index(middle)
+    return tuple(_rate(index) for index in range(at - (count - 1) // 2, at + count // 2 + 1))
+
+
+def beyond(losses: Mapping[float, float]) -> float | None:
+    """The next rate beyond the best one, if that is the lowest or highest of several; else None.
+
+    None also where its neighbour is as good: the loss no longer depends on the rate. Diverged runs have an infinite
+    loss; where all have diverged, the next lower rate.
+    """
+    if len(losses) < 2:
+        return None
+    tried = sorted(losses)
+    if all(map(math.isinf, losses.values())):
+        return _rate(_index(tried[0]) - 1)
+    best = min(tried, key=lambda rate: (losses[rate], rate))
+    for edge, neighbour, step in ((tried[0], tried[1], -1), (tried[-1], tried[-2], 1)):
+        if best == edge and losses[neighbour] - losses[best] > SAME:
+            return _rate(_index(edge) + step)
+    return None
+
+
+def _index(rate: float) -> int:
+    """The rate's number among the rates {1, 2, 3, 5}·10ⁿ, from 0 for 1."""
+    exponent = math.floor(math.log10(rate) + 1e-9)
+    mantissa = round(rate / 10.0**exponent, 6)
+    if mantissa not in MANTISSAS:
+        near = min((_rate(4 * exponent + n) for n in range(5)), key=lambda other: abs(math.log(other / rate)))
+        raise ValueError(f"the rate {rate:g} is not of the form {{1, 2, 3, 5}}·10ⁿ; the nearest is {near:g}")
+    return 4 * exponent + MANTISSAS.index(mantissa)
+
+
+def _rate(index: int) -> float:
+    exponent, digit = divmod(index, len(MANTISSAS))
+    return float(f"{MANTISSAS[digit]}e{exponent}")

@@ -1,6 +1,6 @@
-"""Items on longer training, on other optimisers, on kernels and on downstream tasks.
+"""Tables on longer training, on other optimisers, on kernels and on downstream tasks.
 
-Bands were written before the first run at this size. That of the optimisers is ours: the paper uses Adam throughout, as
+Claims were written before the first run at this size. Those on optimisers are ours: the paper uses Adam throughout, as
 second-order optimisers for transformers "are not well established" (Sec. 4, "Longer training").
 """
 
@@ -10,25 +10,25 @@ from typing import Any
 from skipless.model.presets import REPEAT_RATE
 from skipless.paper import numbers
 from skipless.paper.claims import Above, Learns, Lower, Match, Reaches
-from skipless.paper.experiments import Arm, Item, Optimizer
+from skipless.paper.experiments import Arm, Optimizer, PaperTable
 from skipless.paper.numbers import Printed
 from skipless.theory.schemes import Calibration, ExponentialSPA
 from skipless.training.config import ORTHOGONAL_ROLES, Precision
 
 
-def _longer(name: str, corpus: str, where: str, multiples: tuple[float, ...], note: str = "") -> Item:
+def _longer(name: str, corpus: str, where: str, step_multiples: tuple[float, ...], note: str = "") -> PaperTable:
     """Vanilla E-SPA at several lengths beside Pre-LN at the usual one, on one of the paper's two corpora."""
     ratio = Printed(where, "steps_ratio", numbers.STEPS_RATIO[corpus])
     wikitext = corpus == "wikitext103"
     baseline = numbers.train_loss("pre-ln") if wikitext else ()
     vanilla = (*numbers.train_loss("e-spa"), ratio) if wikitext else (ratio,)
-    return Item(
+    return PaperTable(
         name,
         "Vanilla E-SPA trained longer, until it matches Pre-LN" + ", on C4" * (not wikitext),
         where,
         (
             Arm("pre-ln", "Pre-LN", f"{corpus}/pre-ln", printed=baseline),
-            Arm("e-spa", "E-SPA", f"{corpus}/e-spa", printed=vanilla, multiples=multiples),
+            Arm("e-spa", "E-SPA", f"{corpus}/e-spa", printed=vanilla, step_multiples=step_multiples),
         ),
         (Lower("e-spa@5", "e-spa", 0.3), Match("e-spa@5", "pre-ln", 0.3), Reaches("e-spa", "pre-ln", 6.0)),
         baseline="pre-ln",
@@ -79,7 +79,7 @@ def _optimiser_arms() -> tuple[Arm, ...]:
     return tuple(sorted(arms, key=lambda arm: not arm.core))
 
 
-OPTIMISERS = Item(
+OPTIMISERS = PaperTable(
     "optimisers",
     "How far better optimisers close the gap to Pre-LN",
     "beyond the paper, which needs about 5 times the steps with Adam",
@@ -92,11 +92,11 @@ OPTIMISERS = Item(
         Reaches("e-spa/muon", "pre-ln/adam", 2.0),
         Reaches("e-spa-skip/muon", "pre-ln/adam", 1.0),
     ),
-    ladder=(0.5, 0.75, 1.0, 1.5, 2.0, 3.0),
+    step_ladder=(0.5, 0.75, 1.0, 1.5, 2.0, 3.0),
     baseline="pre-ln/adam",
 )
 
-TRAINING_KERNELS = Item(
+TRAINING_KERNELS = PaperTable(
     "training-kernels",
     "Kernels of vanilla E-SPA during training",
     "Fig. 15",
@@ -116,21 +116,22 @@ TRAINING_KERNELS = Item(
 )
 
 
-def _accuracies(name: str, multiples: tuple[float, ...]) -> tuple[Printed, ...]:
+def _accuracies(name: str, step_multiples: tuple[float, ...]) -> tuple[Printed, ...]:
     return tuple(
         Printed("Table 6", task, value, steps=multiple)
-        for multiple in multiples
+        for multiple in step_multiples
         for task, value in zip(numbers.TASKS, numbers.TABLE_6[name, multiple], strict=True)
     )
 
 
-DOWNSTREAM = Item(
+_LONGER = (1.0, 4.0, 6.0)
+DOWNSTREAM = PaperTable(
     "downstream",
     "Zero-shot accuracy on five tasks",
     "Table 6",
     (
         Arm("pre-ln", "Pre-LN", "c4/pre-ln", printed=_accuracies("pre-ln", (1.0,))),
-        Arm("e-spa", "E-SPA", "c4/e-spa", printed=_accuracies("e-spa", (1.0, 4.0, 6.0)), multiples=(1.0, 4.0, 6.0)),
+        Arm("e-spa", "E-SPA", "c4/e-spa", printed=_accuracies("e-spa", _LONGER), step_multiples=_LONGER),
         Arm("u-spa", "U-SPA", "c4/u-spa", printed=_accuracies("u-spa", (1.0,))),
         Arm("v-skipinit", "V-SkipInit", "c4/v-skipinit", printed=_accuracies("v-skipinit", (1.0,))),
     ),
@@ -144,7 +145,7 @@ DOWNSTREAM = Item(
     ),
 )
 
-KERNELS = Item(
+KERNELS = PaperTable(
     "kernels",
     "Kernels of attention-only networks at initialisation",
     "Fig. 1, 5, 6 and 7",
@@ -160,7 +161,7 @@ def _shaped(gamma: float, calibration: Calibration = "paper") -> Arm:
     return Arm(f"gamma-{gamma:g}{exact}", label, "wikitext103/e-spa", {"scheme": scheme}, optimizer="muon")
 
 
-CLOSING = Item(
+CLOSING = PaperTable(
     "closing",
     "Decay, calibration and biases of vanilla E-SPA, trained by Muon",
     "beyond the paper, which tunes γ_L over 0.005 and 0.2, with Adam",
@@ -193,7 +194,7 @@ def _kept(name: str, label: str, *roles: str) -> Arm:
     return Arm(name, label, "wikitext103/e-spa", optimizer="muon", keep_orthogonal=roles)
 
 
-KEPT_ORTHOGONAL = Item(
+KEPT_ORTHOGONAL = PaperTable(
     "kept-orthogonal",
     "Matrices of vanilla E-SPA that stay orthogonal, trained by Muon",
     "beyond the paper, whose matrices only start so",
@@ -211,7 +212,7 @@ def _rounded(depth: int, precision: Precision) -> Arm:
     return Arm(f"e-spa-{depth}/{precision}", label, f"depth/e-spa-{depth}", precision=precision)
 
 
-ROUNDING = Item(
+ROUNDING = PaperTable(
     "rounding",
     "Vanilla E-SPA by depth, in bfloat16 and in float16",
     "beyond the paper, which does not say what it computes in",
@@ -232,7 +233,7 @@ def _deep(depth: int, way: str = "", words: str = "", **fields: Any) -> Arm:
 
 _SLOW = {"words": "the MLP at a fifth of the rate", "role_rates": {"up": 0.2, "down": 0.2}}
 
-DEPTH_STEADY = Item(
+DEPTH_STEADY = PaperTable(
     "depth-steady",
     "What holds 72 and 108 blocks of vanilla E-SPA together while they train",
     "beyond the paper, which trains all of it at one rate by Adam",

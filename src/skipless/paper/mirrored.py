@@ -1,7 +1,7 @@
-"""Items of our own: MLPs whose hidden units start as mirrored pairs, φ(x) − φ(−x) = x, so that a network without skips
+"""Tables of our own: MLPs whose hidden units start as mirrored pairs, φ(x) − φ(−x) = x, so that a network without skips
 and norms starts exactly linear.
 
-Their bands were written before their first run. What they rest on was measured with one seed, and partly without equal
+Their claims were written before their first run. What they rest on was measured with one seed, and partly without equal
 tuning. At 36 blocks × 256 over 1,500 steps, the embedding's rate between 6e-3 and 1e-2: with Adam mirrored E-SPA ended
 at 4.89 and Pre-LN at 5.03; with Muon at 4.74, W_V and W_O held still, and Pre-LN at 4.61; E-SPA with DKS was .2 behind
 mirrored with Muon. So with Adam it is claimed to end below Pre-LN, and with Muon to need no more than 1.25 times its
@@ -25,7 +25,7 @@ from typing import Any
 from skipless.model.presets import REPEAT_RATE
 from skipless.paper import experiments
 from skipless.paper.claims import Learns, Lower, Match, NoSpike, NoWiderGap, Reaches
-from skipless.paper.experiments import Arm, Item, Optimizer
+from skipless.paper.experiments import Arm, Optimizer, PaperTable
 from skipless.theory.schemes import ExponentialSPA
 
 EMBEDDING_RATES = experiments.grid(5e-3, 3)
@@ -52,7 +52,7 @@ def _explored(query_key: float, mlp: float = FACTORS_MLP) -> Arm:
     return Arm(name, label, "wikitext103/e-spa", _IDENTITY, optimizer="muon", role_rates=factors, seeds=1)
 
 
-FACTORS = Item(
+FACTORS = PaperTable(
     "mirrored-factors",
     "Rates by kind of matrix of a mirrored network with identity values, trained by Muon",
     "beyond the paper, which has one rate for all but the embedding",
@@ -111,7 +111,7 @@ def _networks(optimizer: Optimizer) -> dict[str, Arm]:
 _ARMS = {optimizer: _networks(optimizer) for optimizer in _OPTIMISERS}
 _KINDS = tuple(_ARMS["adam"])
 
-MIRRORED = Item(
+MIRRORED = PaperTable(
     "mirrored",
     "Mirrored networks, without skips and norms, beside Pre-LN",
     "beyond the paper, which needs about 5 times the steps with Adam",
@@ -127,7 +127,7 @@ MIRRORED = Item(
         Match("e-spa-skip/adam", "pre-ln/adam", 0.0),
     ),
     quantities=("train_loss", "valid_loss"),
-    ladder=(0.5, 0.75, 1.0, 1.5, 2.0, 3.0),
+    step_ladder=(0.5, 0.75, 1.0, 1.5, 2.0, 3.0),
     baseline="pre-ln/adam",
     embedding_rates=EMBEDDING_RATES,
     note=(
@@ -136,12 +136,12 @@ MIRRORED = Item(
     ),
 )
 
-LONGER = Item(
+LONGER = PaperTable(
     "mirrored-longer",
     "Mirrored networks and Pre-LN after three times the steps",
     "beyond the paper, which trains E-SPA five times as long as Pre-LN",
     tuple(
-        replace(_ARMS[way][kind], multiples=(1.0, 3.0))
+        replace(_ARMS[way][kind], step_multiples=(1.0, 3.0))
         for way in ("adam", "muon")
         for kind in ("pre-ln", "mirrored-identity")
     ),
@@ -168,7 +168,7 @@ def _deep(kind: str, depth: int) -> Arm:
     )
 
 
-DEPTH = Item(
+DEPTH = PaperTable(
     "mirrored-depth",
     "Mirrored networks and Pre-LN by depth, rates by one law, trained by Muon",
     "beyond the paper, which trains 36, 72 and 108 blocks, each at a rate of its own",
@@ -185,8 +185,8 @@ DEPTH = Item(
     quantities=("train_loss", "valid_loss"),
     embedding_rates=EMBEDDING_RATES,
     note=(
-        f"Rates are tuned at 36 blocks and fall as depth^−{experiments.DEPTH_POWER:g}; the embedding's stays. Pre-LN is "
-        "also shown at the rate of 36 blocks."
+        f"Rates are tuned at 36 blocks and fall as depth^−{experiments.DEPTH_POWER:g}; the embedding's stays. Pre-LN "
+        "is also shown at the rate of 36 blocks."
     ),
 )
 
@@ -195,7 +195,7 @@ def _other(kind: str, label: str, preset: str, **fields: Any) -> Arm:
     return Arm(f"{kind}/muon", f"{label}, Muon", f"wikitext103/{preset}", _PLAIN, optimizer="muon", **fields)
 
 
-OTHERS = Item(
+OTHERS = PaperTable(
     "mirrored-others",
     "Other attention with mirrored MLPs, and Pre-LN with them, trained by Muon",
     "beyond the paper, whose MLPs are orthogonal or Gaussian",

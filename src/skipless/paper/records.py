@@ -6,10 +6,13 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skipless.files import FolderLock, append_line, read_lines
-from skipless.paper.experiments import Job, Text
+from skipless.paper.experiments import Text
+
+if TYPE_CHECKING:
+    from skipless.paper.runs import Run
 
 CURVE_POINTS = 100
 TAIL_STEPS, TAIL_SHARE = 200, 10  # the final loss is the mean of the last 200 steps, or of a tenth if that is less
@@ -17,11 +20,11 @@ TAIL_STEPS, TAIL_SHARE = 200, 10  # the final loss is the mean of the last 200 s
 
 @dataclass(frozen=True)
 class Record:
-    """A finished run. Losses are infinite where it diverged; curve is [step, smoothed loss], thinned; kernels are a few
-    cosines, packed by skipless.paper.execute.
+    """A finished run: a line of a log, whose keys are these names; item is the table that asked for it first.
 
-    step_seconds is the median pace and jobs the number of runs side by side at the time: only 1 makes paces comparable.
-    embedding_rate: None is the scale's own.
+    Losses are infinite where it diverged. multiple: of the usual steps. step_seconds: the median over the run, which
+    compares with others only where jobs, the number of runs side by side, is 1. curve: [step, smoothed loss], thinned.
+    kernels: a few cosines, packed by skipless.paper.measures. embedding_rate: None is the scale's own.
     """
 
     key: str
@@ -51,7 +54,7 @@ class Record:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run left the numbers."""
+        """Whether its loss became infinite or NaN."""
         return self.diverged_at is not None
 
     def to_json(self) -> dict[str, Any]:
@@ -120,31 +123,29 @@ def thinned(metrics: Sequence[Mapping[str, Any]], most: int = CURVE_POINTS) -> l
     return [points[index] for index in picked]
 
 
-def record_of(
-    job: Job, text: Text, scale: str, metrics: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]
-) -> Record:
-    """The record of a job from its log; outcome holds what the log does not: times, device, divergence, measures."""
-    train, diverged = job.experiment.train, outcome.get("diverged_at")
+def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping[str, Any]) -> Record:
+    """The record of a run from its log; outcome holds what the log does not: times, device, divergence, measures."""
+    train, diverged = run.experiment.train, outcome.get("diverged_at")
     valid = [line["valid_loss"] for line in metrics if line.get("valid_loss") is not None]
     return Record(
-        key=job.key,
-        item=job.item,
-        arm=job.arm,
-        scale=scale,
-        rate=job.rate,
-        seed=job.seed,
-        multiple=job.multiple,
-        measure=job.measure,
+        key=run.key,
+        item=run.table,
+        arm=run.arm,
+        scale=run.scale,
+        rate=run.rate,
+        seed=run.seed,
+        multiple=run.multiple,
+        measure=run.measure,
         steps=train.steps,
         train_loss=math.inf if diverged is not None else final_loss(metrics, train.ema, train.steps),
         valid_loss=valid[-1] if valid and diverged is None else math.inf,
         diverged_at=diverged,
-        text=text.to_json(),
+        text=run.text.to_json(),
         curve=thinned(metrics),
         **{name: outcome[name] for name in ("seconds", "step_seconds", "jobs", "device", "torch", "commit", "time")},
         measures=dict(outcome.get("measures", {})),
         kernels=dict(outcome.get("kernels", {})),
-        embedding_rate=job.embedding_rate,
+        embedding_rate=run.embedding_rate,
     )
 
 
@@ -160,7 +161,7 @@ LOGS, RUNS = "logs", "runs"
 
 
 class ResultsFolder:
-    """The folder of a reproduction: logs of runs by key, run folders while they last, tables and figures."""
+    """A folder of results at one scale: logs of runs, run folders while they last, pages and figures."""
 
     def __init__(self, path: str | Path, scale: str):
         self.path, self.scale = Path(path), scale
@@ -168,9 +169,9 @@ class ResultsFolder:
             raise ValueError(f"--out is {self.path}, a file; name a folder")
         self.records = self._read()
 
-    def log(self, item: str) -> Path:
-        """The log of an item's runs."""
-        return self.path / LOGS / f"{item}-{self.scale}.jsonl"
+    def log(self, table: str) -> Path:
+        """The log of the runs that a table asked for."""
+        return self.path / LOGS / f"{table}-{self.scale}.jsonl"
 
     def run_folder(self, key: str) -> Path:
         """Where a run trains; gone when its record is written, unless its weights are wanted."""

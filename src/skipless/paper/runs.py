@@ -1,60 +1,153 @@
-"""Runs of a table: which are missing, what is known of each arm, and the steps to a loss."""
+"""Runs of a table: what names one, which are missing, and what those that are done say of each arm."""
 
+import dataclasses
+import functools
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
+from skipless.model.config import ModelConfig
 from skipless.paper import experiments
-from skipless.paper.experiments import Arm, Item, Job, Measure, Setting, make_job
+from skipless.paper.experiments import Arm, Measure, PaperTable, Scale, Setting, Text
 from skipless.paper.records import Record
+from skipless.training.config import Experiment, TrainConfig
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """Steps needed over the usual number; only a bound where no run reaches the loss ("> 3") or all do ("< 0.5")."""
+class Run:
+    """One training run of an arm. Runs with equal keys are the same run, whichever table asks for it.
 
-    value: float
-    bound: str = ""
-
-    def text(self) -> str:
-        """As a cell of a table."""
-        return f"{self.bound} {self.value:.2g}".strip()
-
-
-def steps_ratio(target: float, losses: Mapping[float, float]) -> Ratio | None:
-    """The multiple at which the loss reaches `target`, from losses at some multiples.
-
-    The smallest multiple that reaches it, interpolated from the one before it: logarithm of the loss against logarithm
-    of the length. None without any run.
+    weights: whether its folder is kept, with the weights. embedding_rate: None is the scale's own.
     """
-    known = sorted((multiple, loss) for multiple, loss in losses.items() if math.isfinite(loss))
-    if not known or not math.isfinite(target):
-        return None
-    reached = next((index for index, (_, loss) in enumerate(known) if loss <= target), None)
-    if reached is None:
-        return Ratio(known[-1][0], ">")
-    if reached == 0:
-        exact = known[0][1] == target
-        return Ratio(known[0][0], "" if exact else "<")
-    (low, above), (high, below) = known[reached - 1], known[reached]
-    share = (math.log(above) - math.log(target)) / (math.log(above) - math.log(below))
-    return Ratio(math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
+
+    table: str
+    arm: str
+    scale: str
+    text: Text
+    experiment: Experiment
+    key: str
+    rate: float
+    seed: int
+    multiple: float
+    measure: Measure = ""
+    weights: bool = False
+    embedding_rate: float | None = None
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether nothing else may run beside it, because the time of its steps is what is wanted."""
+        return self.measure == "pace"
+
+    @property
+    def stage(self) -> int:
+        """0 in a sweep, 1 at its best rate, 2 for a timing."""
+        return 2 if self.exclusive else int(self.seed > 0 or self.multiple != 1.0 or bool(self.measure))
+
+    @property
+    def network(self) -> str:
+        """Equal for runs that can share what torch.compile has compiled."""
+        train = self.experiment.train
+        return f"{self.experiment.model.to_json()} {train.batch_size} {train.length}"
+
+    def describe(self) -> str:
+        """In words, for a line of progress."""
+        longer = "" if self.multiple == 1.0 else f" ×{self.multiple:g}"
+        what = f" ({self.measure})" if self.measure else ""
+        embedding = "" if self.embedding_rate is None else f", embedding {self.embedding_rate:g}"
+        return f"{self.table}: {self.arm}{longer}, rate {self.rate:g}{embedding}, seed {self.seed}{what}"
 
 
-def next_multiple(ladder: tuple[float, ...], target: float, losses: Mapping[float, float]) -> float | None:
-    """The next length to try: up from 1 until the target is reached, down from 1 until it is not; None when done."""
-    reached = {multiple: loss <= target for multiple, loss in losses.items()}
-    if 1.0 not in reached:
-        return 1.0
-    upwards = [multiple for multiple in sorted(ladder) if multiple > 1.0]
-    downwards = [multiple for multiple in sorted(ladder, reverse=True) if multiple < 1.0]
-    path, until = (downwards, False) if reached[1.0] else (upwards, True)
-    for multiple in path:
-        if multiple not in reached:
-            return multiple
-        if reached[multiple] is until:
-            return None
-    return None
+def make_run(  # noqa: PLR0913  (an arm, and the five numbers that name one of its runs)
+    table: PaperTable,
+    arm: Arm,
+    setting: Setting,
+    rate: float,
+    seed: int = 0,
+    multiple: float = 1.0,
+    measure: Measure = "",
+    embedding_rate: float | None = None,
+) -> Run:
+    """The run of an arm."""
+    run = _run(arm, setting.scale, setting.text, rate, seed, multiple, measure, embedding_rate)
+    return replace(run, table=table.name, weights=table.keeps_weights and (multiple > 1.0 or bool(measure)))
+
+
+@functools.lru_cache(maxsize=8192)
+def _run(  # noqa: PLR0913  (all that names a run)
+    arm: Arm,
+    scale: Scale,
+    text: Text,
+    rate: float,
+    seed: int,
+    multiple: float,
+    measure: Measure,
+    embedding_rate: float | None,
+) -> Run:
+    experiment = arm.experiment(scale, text, rate, seed, multiple, measure, embedding_rate)
+    key = run_key(experiment, text, measure)
+    named = (experiment, key, rate, seed, multiple, measure)
+    return Run("", arm.name, scale.name, text, *named, embedding_rate=embedding_rate)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine in three numbers: FLOP/s that training sustains, seconds per block and step at least, start-up."""
+
+    name: str
+    flops: float
+    block_seconds: float
+    start_seconds: float
+
+
+H200 = Machine("H200", 300e12, 0.4e-3, 12.0)
+CPU = Machine("CPU, 2 cores", 60e9, 1.2e-3, 0.2)
+
+
+def run_seconds(model: ModelConfig, train: TrainConfig, machine: Machine) -> float:
+    """Seconds of a run, good to a factor of two or so: 6 FLOP per weight and token, and attention's."""
+    per_token = 6.0 * model.matrix_parameters + 6.0 * model.depth * model.width * train.length
+    arithmetic = per_token * train.batch_size * train.length / machine.flops
+    return machine.start_seconds + train.steps * max(arithmetic, machine.block_seconds * model.depth)
+
+
+# What a result depends on; the rest of a schedule is about speed, logs and files.
+_SCHEDULE = ("steps", "batch_size", "length", "warmup", "accumulate", "seed", "precision", "ema", "probe_at")
+
+
+def run_key(experiment: Experiment, text: Text, measure: Measure = "") -> str:
+    """What two runs share if and only if they give the same results: a hash of all they depend on.
+
+    Names, paths, precision of solved constants beyond six digits and settings at their defaults do not enter: the key
+    is the same on every machine, and stays when a configuration gains a field.
+    """
+    train = {name: getattr(experiment.train, name) for name in _SCHEDULE}
+    essentials = {
+        "model": _changed(experiment.model, experiment.model.to_dict()),
+        "optimizer": _changed(experiment.optimizer, experiment.optimizer.to_dict()),
+        "train": train,
+        "text": text.fingerprint,
+        "measure": measure,
+    }
+    return hashlib.sha256(json.dumps(_rounded(essentials), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _changed(config: Any, values: dict[str, Any]) -> dict[str, Any]:
+    defaults = {f.name: f.default for f in dataclasses.fields(config) if f.default is not dataclasses.MISSING}
+    return {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(each) for each in value]
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.6g}")
+    return value
 
 
 _MOST_SEEDS = 5  # runs of earlier calls with more seeds are seen up to here
@@ -89,11 +182,11 @@ class Outcome:
 
     arm: Arm
     sweep: dict[float, Record]
-    missing: tuple[Job, ...]
+    missing: tuple[Run, ...]
     best: float | None
     edge: bool
     runs: dict[float, dict[int, Record]] = field(default_factory=dict)
-    pace: Record | None = None
+    timing: Record | None = None
     embedding_sweep: dict[float, Record] = field(default_factory=dict)
     best_embedding: float | None = None
     embedding_edge: bool = False
@@ -124,41 +217,43 @@ def rival_of(outcome: Outcome, known: Mapping[str, Outcome]) -> Sample | None:
     return rival.sample("train_loss") if rival is not None and rival.arm.name != outcome.arm.name else None
 
 
-def outcome_of(item: Item, arm: Arm, setting: Setting, records: Mapping[str, Record]) -> Outcome:
+def outcome_of(table: PaperTable, arm: Arm, setting: Setting, records: Mapping[str, Record]) -> Outcome:
     """Look up the arm's runs. The best rate is that of the lowest training loss, as in App. H.
 
-    Where the item has embedding rates, they are tuned by coordinates: the rate at the middle one, then the embedding's
+    Where the table has embedding rates, they are tuned by coordinates: the rate at the middle one, then the embedding's
     at the best rate. With one rate nothing is tuned. An arm that follows another has that one's best rates.
     """
     if not arm.follows:
-        grid, start = arm.rates(setting.scale, setting.text, setting.rates), item.embedding_start
-        others = item.embedding_rates if setting.rates > 1 else ()
-        return _tuned(item, arm, setting, records, grid, start, others)
-    leader = outcome_of(item, item.arm(arm.follows), setting, records)
+        grid, start = arm.rates(setting.scale, setting.text, setting.rates), table.embedding_start
+        others = table.embedding_rates if setting.rates > 1 else ()
+        return _tuned(table, arm, setting, records, grid, start, others)
+    leader = outcome_of(table, table.arm(arm.follows), setting, records)
     if leader.best is None:
         return Outcome(arm, {}, leader.missing, None, False)
     depths = [each.model(setting.scale, setting.text).depth for each in (arm, leader.arm)]
     rate = experiments.by_depth(leader.best, *depths, arm.depth_power)
-    return _tuned(item, arm, setting, records, (rate,), leader.best_embedding, ())
+    return _tuned(table, arm, setting, records, (rate,), leader.best_embedding, ())
 
 
-def best_job(
-    item: Item, outcome: Outcome, setting: Setting, seed: int = 0, multiple: float = 1.0, measure: Measure = ""
-) -> Job:
+def best_run(
+    table: PaperTable, outcome: Outcome, setting: Setting, seed: int = 0, multiple: float = 1.0, measure: Measure = ""
+) -> Run:
     """A run of the arm at its best rates."""
     if outcome.best is None:
-        raise ValueError(f"{outcome.arm.name} of {item.name} has no best rate yet: its sweep is incomplete or diverged")
+        raise ValueError(
+            f"{outcome.arm.name} of {table.name} has no best rate yet: its sweep is incomplete or diverged"
+        )
     rate, embedding = outcome.best, outcome.best_embedding
-    return make_job(item, outcome.arm, setting, rate, seed, multiple, measure, embedding)
+    return make_run(table, outcome.arm, setting, rate, seed, multiple, measure, embedding)
 
 
-def multiples(item: Item, arm: Arm, setting: Setting) -> tuple[float, ...]:
-    """Every length at which the arm may have been trained, the usual one among them."""
-    return tuple(sorted({1.0, *arm.lengths(setting.scale), *item.ladder}))
+def step_multiples(table: PaperTable, arm: Arm, setting: Setting) -> tuple[float, ...]:
+    """Every multiple of the usual steps that the arm may have been trained for, 1 among them."""
+    return tuple(sorted({1.0, *arm.multiples_at(setting.scale), *table.step_ladder}))
 
 
 def _tuned(
-    item: Item,
+    table: PaperTable,
     arm: Arm,
     setting: Setting,
     records: Mapping[str, Record],
@@ -166,12 +261,12 @@ def _tuned(
     start: float | None,
     others: tuple[float, ...],
 ) -> Outcome:
-    """The arm at these rates. start: the embedding's rate meanwhile, None for the size's own; others: its others."""
-    first = _sweep(list(grid), records, lambda rate: make_job(item, arm, setting, rate, embedding_rate=start))
+    """The arm at these rates. start: the embedding's rate meanwhile, None for the scale's own; others: its others."""
+    first = _sweep(list(grid), records, lambda rate: make_run(table, arm, setting, rate, embedding_rate=start))
     embedding = _Sweep({}, (), None, False)
     if (best := first.best) is not None and start is not None:
         tried = list(dict.fromkeys((start, *others)))
-        embedding = _sweep(tried, records, lambda rate: make_job(item, arm, setting, best, embedding_rate=rate))
+        embedding = _sweep(tried, records, lambda rate: make_run(table, arm, setting, best, embedding_rate=rate))
     known = Outcome(
         arm,
         first.tried,
@@ -184,8 +279,8 @@ def _tuned(
     )
     if known.best is None:
         return known
-    pace = records.get(best_job(item, known, setting, measure="pace").key)
-    return replace(known, runs=_finals(item, setting, records, known), pace=pace)
+    timing = records.get(best_run(table, known, setting, measure="pace").key)
+    return replace(known, runs=_finals(table, setting, records, known), timing=timing)
 
 
 @dataclass(frozen=True)
@@ -193,18 +288,18 @@ class _Sweep:
     """Rates tried, the runs that are still missing, the best rate once there are none, and whether it is at an edge."""
 
     tried: dict[float, Record]
-    missing: tuple[Job, ...]
+    missing: tuple[Run, ...]
     best: float | None
     edge: bool
 
 
-def _sweep(grid: list[float], records: Mapping[str, Record], job_at: Callable[[float], Job]) -> _Sweep:
+def _sweep(grid: list[float], records: Mapping[str, Record], run_at: Callable[[float], Run]) -> _Sweep:
     """The runs of a grid, and of rates beyond it while the best one lies at its edge."""
     most = len(grid) + experiments.MOST_BEYOND
     while True:
-        jobs = {rate: job_at(rate) for rate in sorted(grid)}
-        tried = {rate: records[job.key] for rate, job in jobs.items() if job.key in records}
-        missing = tuple(jobs[rate] for rate in grid if rate not in tried)
+        runs = {rate: run_at(rate) for rate in sorted(grid)}
+        tried = {rate: records[run.key] for rate, run in runs.items() if run.key in records}
+        missing = tuple(runs[rate] for rate in grid if rate not in tried)
         losses = {rate: record.train_loss for rate, record in tried.items()}
         more = None if missing else experiments.beyond(losses)
         if more is None or len(grid) == most:
@@ -216,12 +311,12 @@ def _sweep(grid: list[float], records: Mapping[str, Record], job_at: Callable[[f
 
 
 def _finals(
-    item: Item, setting: Setting, records: Mapping[str, Record], known: Outcome
+    table: PaperTable, setting: Setting, records: Mapping[str, Record], known: Outcome
 ) -> dict[float, dict[int, Record]]:
     runs: dict[float, dict[int, Record]] = {}
-    for multiple in multiples(item, known.arm, setting):
+    for multiple in step_multiples(table, known.arm, setting):
         for seed in range(max(setting.seeds_of(known.arm), _MOST_SEEDS)):
-            key = best_job(item, known, setting, seed, multiple, item.measure).key
+            key = best_run(table, known, setting, seed, multiple, table.measure).key
             if key in records:
                 runs.setdefault(multiple, {})[seed] = records[key]
     return runs
@@ -230,72 +325,153 @@ def _finals(
 Arms = tuple[str, ...]
 
 
-def missing(items: Sequence[Item], setting: Setting, records: Mapping[str, Record], arms: Arms = ()) -> list[Job]:
-    """All runs that can be named now: item by item; in each first sweeps, then the best rate's runs, then paces.
+def missing(
+    tables: Sequence[PaperTable], setting: Setting, records: Mapping[str, Record], arms: Arms = ()
+) -> list[Run]:
+    """All runs that can be named now: table by table, in each first sweeps, then the best rate's runs, then timings.
 
     Arms of the same network stay together. A sweep's best rate names further runs when it is known, the embedding's
     rates first.
     """
-    found: dict[str, Job] = {}
-    for item in items:
-        for job in _of_item(item, setting, records, arms):
-            found.setdefault(job.key, job)
+    found: dict[str, Run] = {}
+    for table in tables:
+        for run in _of_table(table, setting, records, arms):
+            found.setdefault(run.key, run)
     return list(found.values())
 
 
-def outcomes(item: Item, setting: Setting, records: Mapping[str, Record], arms: Arms = ()) -> dict[str, Outcome]:
+def outcomes(table: PaperTable, setting: Setting, records: Mapping[str, Record], arms: Arms = ()) -> dict[str, Outcome]:
     """What is known of each chosen arm, by name."""
-    return {arm.name: outcome_of(item, arm, setting, records) for arm in item.chosen(setting.scale, arms)}
+    return {arm.name: outcome_of(table, arm, setting, records) for arm in table.chosen(setting.scale, arms)}
 
 
-def total(item: Item, setting: Setting) -> int:
-    """How many runs the item takes if no best rate lies at an edge, and each ladder takes one more length."""
-    chosen = item.chosen(setting.scale)
-    sweeps = sum(1 if arm.follows else _sweep_count(item, setting) for arm in chosen)
-    finals = sum(_final_count(item, arm, setting) for arm in chosen)
-    climbs = (len(chosen) - 1) * bool(item.ladder)
-    return sweeps + finals + climbs + len(chosen) * bool(item.ladder)
+def total(table: PaperTable, setting: Setting) -> int:
+    """How many runs the table takes if no best rate lies at an edge, and each ladder of steps takes one more run."""
+    chosen = table.chosen(setting.scale)
+    sweeps = sum(_sweep_count(table, arm, setting) for arm in chosen)
+    finals = sum(_final_count(table, arm, setting) for arm in chosen)
+    climbs = (len(chosen) - 1) * bool(table.step_ladder)
+    return sweeps + finals + climbs + len(chosen) * bool(table.step_ladder)
 
 
-def _sweep_count(item: Item, setting: Setting) -> int:
-    """Runs that tune an arm: its rates, and the embedding's besides the first."""
-    return setting.rates + (max(len(item.embedding_rates) - 1, 0) if setting.rates > 1 else 0)
+def _sweep_count(table: PaperTable, arm: Arm, setting: Setting) -> int:
+    """Runs that tune an arm: its rates, and the embedding's besides the first; one where it is not tuned."""
+    if arm.follows or arm.rate is not None:
+        return 1
+    return setting.rates + (max(len(table.embedding_rates) - 1, 0) if setting.rates > 1 else 0)
 
 
-def _final_count(item: Item, arm: Arm, setting: Setting) -> int:
+def _final_count(table: PaperTable, arm: Arm, setting: Setting) -> int:
     """Runs at the best rate; the sweep already holds its first seed, unless something is to be measured."""
-    return setting.seeds_of(arm) + len(arm.lengths(setting.scale)) - 1 - (0 if item.measure else 1)
+    return setting.seeds_of(arm) + len(arm.multiples_at(setting.scale)) - 1 - (0 if table.measure else 1)
 
 
-def _of_item(item: Item, setting: Setting, records: Mapping[str, Record], arms: Arms) -> Iterable[Job]:
-    known = outcomes(item, setting, records, arms)
+def _of_table(table: PaperTable, setting: Setting, records: Mapping[str, Record], arms: Arms) -> Iterable[Run]:
+    known = outcomes(table, setting, records, arms)
     for outcome in known.values():
         yield from outcome.missing
     for outcome in known.values():
         if outcome.best is not None:
-            yield from _final_runs(item, setting, outcome, _targets(item, outcome, known))
-    if item.ladder:
+            yield from _final_runs(table, setting, outcome, _targets(table, outcome, known))
+    if table.step_ladder:
         for outcome in known.values():
-            if outcome.best is not None and outcome.pace is None:
-                yield best_job(item, outcome, setting, measure="pace")
+            if outcome.best is not None and outcome.timing is None:
+                yield best_run(table, outcome, setting, measure="pace")
 
 
-def _targets(item: Item, outcome: Outcome, known: Mapping[str, Outcome]) -> list[Sample]:
-    """The losses that an arm's ladder is to reach, as far as they are known: the baseline's, and its rival's."""
-    baseline = known.get(item.baseline)
-    if not item.ladder or baseline is None or outcome.arm.name == item.baseline:
+def _targets(table: PaperTable, outcome: Outcome, known: Mapping[str, Outcome]) -> list[Sample]:
+    """The losses that an arm's ladder of steps is to reach, where known: the baseline's, and its rival's."""
+    baseline = known.get(table.baseline)
+    if not table.step_ladder or baseline is None or outcome.arm.name == table.baseline:
         return []
     found = (baseline.sample("train_loss"), rival_of(outcome, known))
     return [sample for sample in found if sample is not None]
 
 
-def _final_runs(item: Item, setting: Setting, outcome: Outcome, targets: Sequence[Sample]) -> Iterable[Job]:
-    """Seeds at the usual length, then other lengths with the first seed, until they reach the targets."""
+def _final_runs(table: PaperTable, setting: Setting, outcome: Outcome, targets: Sequence[Sample]) -> Iterable[Run]:
+    """Seeds at the usual steps, then other multiples with the first seed, until they reach the targets."""
     wanted = [(1.0, seed) for seed in range(setting.seeds_of(outcome.arm))]
-    wanted += [(multiple, 0) for multiple in outcome.arm.lengths(setting.scale) if multiple != 1.0]
+    wanted += [(multiple, 0) for multiple in outcome.arm.multiples_at(setting.scale) if multiple != 1.0]
     losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
-    climbs = [next_multiple(item.ladder, target.mean, losses) for target in targets]
+    climbs = [next_multiple(table.step_ladder, target.mean, losses) for target in targets]
     wanted += [(climb, 0) for climb in climbs if climb is not None]
     for multiple, seed in wanted:
         if seed not in outcome.runs.get(multiple, {}):
-            yield best_job(item, outcome, setting, seed, multiple, item.measure)
+            yield best_run(table, outcome, setting, seed, multiple, table.measure)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How to work: runs side by side, seconds in all, device, and the folder of tasks."""
+
+    jobs: int = 1
+    budget: float = float("inf")
+    device: str | None = None
+    tasks: Path | None = None
+
+    def __post_init__(self):
+        if self.jobs < 1:
+            raise ValueError(f"--jobs is {self.jobs}; it must be at least 1")
+        if not self.budget > 0.0:
+            raise ValueError(f"--budget is {self.budget:g} seconds; it must be positive")
+
+
+class Listener:
+    """Is told what happens; this one says nothing."""
+
+    def started(self, run: Run) -> None:
+        """A run begins."""
+
+    def finished(self, record: Record, known: int) -> None:
+        """A run is done; so many more are known to be missing."""
+
+    def failed(self, run: Run, error: str, traceback: Path) -> None:
+        """A run ended with an error other than divergence; its traceback is in a file."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Steps needed over the usual number; only a bound where no run reaches the loss ("> 3") or all do ("< 0.5")."""
+
+    value: float
+    bound: str = ""
+
+    def text(self) -> str:
+        """As a cell of a table."""
+        return f"{self.bound} {self.value:.2g}".strip()
+
+
+def steps_ratio(target: float, losses: Mapping[float, float]) -> Ratio | None:
+    """The multiple at which the loss reaches `target`, from losses at some multiples.
+
+    The smallest multiple that reaches it, interpolated from the one before it: logarithm of the loss against logarithm
+    of the multiple. None without any run.
+    """
+    known = sorted((multiple, loss) for multiple, loss in losses.items() if math.isfinite(loss))
+    if not known or not math.isfinite(target):
+        return None
+    reached = next((index for index, (_, loss) in enumerate(known) if loss <= target), None)
+    if reached is None:
+        return Ratio(known[-1][0], ">")
+    if reached == 0:
+        exact = known[0][1] == target
+        return Ratio(known[0][0], "" if exact else "<")
+    (low, above), (high, below) = known[reached - 1], known[reached]
+    share = (math.log(above) - math.log(target)) / (math.log(above) - math.log(below))
+    return Ratio(math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
+
+
+def next_multiple(ladder: tuple[float, ...], target: float, losses: Mapping[float, float]) -> float | None:
+    """The next multiple to try: up from 1 until the target is reached, down from 1 until it is not; None when done."""
+    reached = {multiple: loss <= target for multiple, loss in losses.items()}
+    if 1.0 not in reached:
+        return 1.0
+    upwards = [multiple for multiple in sorted(ladder) if multiple > 1.0]
+    downwards = [multiple for multiple in sorted(ladder, reverse=True) if multiple < 1.0]
+    path, until = (downwards, False) if reached[1.0] else (upwards, True)
+    for multiple in path:
+        if multiple not in reached:
+            return multiple
+        if reached[multiple] is until:
+            return None
+    return None

@@ -1,12 +1,12 @@
-"""Items on networks without skips: baselines, activations, positions, initialisation, depth. WikiText-103 in the paper.
+"""Tables on networks without skips: baselines, activations, positions, initialisation, depth. On WikiText-103.
 
-Their bands were written before the first run at this size, from the paper's differences: where it prints one of at
+Their claims were written before the first run at this size, from the paper's differences: where it prints one of at
 least 0.1 nats the order is claimed, with a margin below the difference.
 """
 
 from skipless.paper import numbers
 from skipless.paper.claims import Learns, Lower, Match, Plateau, SmallerGap
-from skipless.paper.experiments import Arm, Item
+from skipless.paper.experiments import Arm, PaperTable
 from skipless.paper.numbers import Printed
 
 _SCHEMES = {"e-spa": "E-SPA", "u-spa": "U-SPA", "v-skipinit": "V-SkipInit"}
@@ -25,7 +25,7 @@ def _plateau(name: str, label: str, core: bool = True) -> Arm:
     return Arm(name, label, f"wikitext103/{name}", printed=printed, core=core)
 
 
-BASELINES = Item(
+BASELINES = PaperTable(
     "baselines",
     "Networks without skips, beside Pre-LN",
     "Fig. 2",
@@ -62,7 +62,7 @@ def _activation_arms() -> tuple[Arm, ...]:
     return tuple(_arm(name, label, name in core) for name, label in names)
 
 
-ACTIVATIONS = Item(
+ACTIVATIONS = PaperTable(
     "activations",
     "Activations, with and without LN",
     "Table 1, and Table 4 for validation",
@@ -81,7 +81,7 @@ ACTIVATIONS = Item(
 )
 
 
-def _position_arms(multiples: tuple[float, ...] = (1.0,)) -> tuple[Arm, ...]:
+def _position_arms(step_multiples: tuple[float, ...] = (1.0,)) -> tuple[Arm, ...]:
     return tuple(
         Arm(
             f"{scheme}{norm}-{position}",
@@ -89,7 +89,7 @@ def _position_arms(multiples: tuple[float, ...] = (1.0,)) -> tuple[Arm, ...]:
             f"wikitext103/{scheme}{norm}",
             {} if position == "rope" else {"position": "none"},
             printed=numbers.valid_perplexity(f"{scheme}{norm}", position),
-            multiples=multiples,
+            step_multiples=step_multiples,
             core=not norm,
         )
         for scheme, label in _SCHEMES.items()
@@ -98,7 +98,7 @@ def _position_arms(multiples: tuple[float, ...] = (1.0,)) -> tuple[Arm, ...]:
     )
 
 
-POSITIONS = Item(
+POSITIONS = PaperTable(
     "positions",
     "Rotary positions, and none",
     "Fig. 10 and Table 5",
@@ -113,7 +113,7 @@ POSITIONS = Item(
     quantities=("train_loss", "valid_perplexity"),
 )
 
-POSITIONS_LONGER = Item(
+POSITIONS_LONGER = PaperTable(
     "positions-longer",
     "Rotary positions, and none, after four times the steps",
     "Fig. 10 and Table 5",
@@ -131,7 +131,7 @@ POSITIONS_LONGER = Item(
     ),
 )
 
-ORTHOGONAL = Item(
+ORTHOGONAL = PaperTable(
     "orthogonal",
     "Orthogonal against Gaussian initialisation of vanilla E-SPA",
     "Fig. 9",
@@ -162,7 +162,7 @@ def _scaled(sigma: float, core: bool = True) -> Arm:
     return Arm(f"sigma-{sigma:g}", f"both orthogonal × {sigma:g}", "wikitext103/e-spa", changes, core=core)
 
 
-QUERY_KEY = Item(
+QUERY_KEY = PaperTable(
     "query-key",
     "The scale of queries and keys at initialisation",
     "Fig. 8, and Sec. 3.3 in words",
@@ -186,7 +186,7 @@ QUERY_KEY = Item(
     ),
 )
 
-DEPTH = Item(
+DEPTH = PaperTable(
     "depth",
     "Vanilla E-SPA by depth",
     "Table 3",
@@ -198,7 +198,7 @@ DEPTH = Item(
             printed=tuple(
                 Printed("Table 3", "train_loss", loss, steps=at) for at, loss in numbers.TABLE_3[depth].items()
             ),
-            multiples=(1.0, 4.0, 10.0),
+            step_multiples=(1.0, 4.0, 10.0),
         )
         for depth in (36, 72, 108)
     ),

@@ -1,9 +1,9 @@
-"""Items on networks with weighted skips, and on C4. Bands were written before the first run at this size."""
+"""Tables on networks with weighted skips, and on C4. Claims were written before the first run at this size."""
 
 from skipless.model.presets import REPEAT_RATE
 from skipless.paper import numbers
 from skipless.paper.claims import Learns, Lower, Match
-from skipless.paper.experiments import Arm, Item
+from skipless.paper.experiments import Arm, PaperTable
 from skipless.paper.numbers import Printed
 from skipless.theory.feasibility import smallest_gamma_final
 from skipless.theory.propagation import Skip
@@ -11,7 +11,7 @@ from skipless.theory.schemes import ExponentialSPA
 
 _PRE_LN = Arm("pre-ln", "Pre-LN", "wikitext103/pre-ln", printed=numbers.train_loss("pre-ln"))
 
-SKIPS = Item(
+SKIPS = PaperTable(
     "skips",
     "Normalised skips, α = 0.98, with and without norms",
     "Fig. 3",
@@ -38,7 +38,7 @@ def _c4(name: str, label: str, core: bool = True) -> Arm:
     return Arm(name, label, f"c4/{name}", printed=printed, core=core)
 
 
-C4 = Item(
+C4 = PaperTable(
     "c4",
     "Networks without skips, beside Pre-LN, on C4",
     "Fig. 4a and 13",
@@ -52,7 +52,7 @@ C4 = Item(
     quantities=("valid_perplexity", "train_loss"),
 )
 
-C4_SKIPS = Item(
+C4_SKIPS = PaperTable(
     "c4-skips",
     "Kinds of skips on C4, with and without norms",
     "Table 2, with the weights of Table 7",
@@ -87,7 +87,7 @@ def _stable(beta: float, norm: bool, core: bool = True) -> Arm:
     return Arm(f"{name}-{beta:g}", f"β = {beta:g}, {words}", f"wikitext103/{name}", changes, core=core)
 
 
-STABLE = Item(
+STABLE = PaperTable(
     "stable",
     "Stable skips (α = 1, β of order 1/√L)",
     "Fig. 11",
@@ -117,7 +117,7 @@ def _one_skip(name: str, label: str, attention: Skip, mlp: Skip, core: bool = Tr
 
 
 _NORMALISED = Skip.normalised
-SEPARATE = Item(
+SEPARATE = PaperTable(
     "separate",
     "A skip around attention only, or around the MLP only",
     "Fig. 12",

@@ -1,25 +1,151 @@
-"""A table as a page: markdown and JSON."""
+"""All tables by name, and what is known of one as a page: Markdown and JSON."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from skipless import __version__
-from skipless.paper.claims import Check, Results, Verdict
-from skipless.paper.experiments import MOST_BEYOND, Item, Setting
-from skipless.paper.records import Record
+from skipless.paper import extensions, mirrored, skipless, skips
+from skipless.paper.claims import Results, Verdict
+from skipless.paper.experiments import MOST_BEYOND, SCALES, PaperTable, Setting, Text
+from skipless.paper.records import Record, ResultsFolder
 from skipless.paper.runs import Outcome, Ratio, Sample, missing, outcome_of, rival_of, steps_ratio
+
+# In the paper's order, then those beyond it.
+TABLES: dict[str, PaperTable] = {
+    table.name: table
+    for table in (
+        extensions.KERNELS,
+        skipless.BASELINES,
+        skipless.ACTIVATIONS,
+        skips.SKIPS,
+        skips.C4,
+        skips.C4_SKIPS,
+        extensions.C4_LONGER,
+        extensions.LONGER,
+        skipless.DEPTH,
+        skipless.QUERY_KEY,
+        skipless.ORTHOGONAL,
+        skipless.POSITIONS,
+        skipless.POSITIONS_LONGER,
+        skips.STABLE,
+        skips.SEPARATE,
+        extensions.DOWNSTREAM,
+        extensions.TRAINING_KERNELS,
+        extensions.OPTIMISERS,
+        extensions.CLOSING,
+        extensions.KEPT_ORTHOGONAL,
+        extensions.ROUNDING,
+        extensions.DEPTH_STEADY,
+        mirrored.FACTORS,
+        mirrored.MIRRORED,
+        mirrored.LONGER,
+        mirrored.DEPTH,
+        mirrored.OTHERS,
+    )
+}
 
 HEAD = ("arm", "paper", "ours", "steps", "time", "seeds", "rate", "log")
 RATIO_HEAD = ("arm", "paper", "steps to the baseline", "the same in wall-clock", "against Pre-LN, same optimiser")
 DIGITS = {"train_loss": 3, "valid_loss": 3, "valid_perplexity": 1}
+_NAMES = {"train_loss": "Training loss", "valid_perplexity": "Validation perplexity", "valid_loss": "Validation loss"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of a table at one scale.
+
+    to_do: runs of the usual arms that are missing; further: of each other arm that has begun, by name.
+    """
+
+    table: PaperTable
+    setting: Setting
+    outcomes: Mapping[str, Outcome]
+    verdicts: Sequence[tuple[str, Verdict]]
+    to_do: int
+    further: Mapping[str, int]
+
+
+def gather(table: PaperTable, setting: Setting, records: Mapping[str, Record]) -> Summary:
+    """Look everything up, and judge the claims where the scale is one they were written for."""
+    known = {arm.name: outcome_of(table, arm, setting, records) for arm in table.arms}
+    core = {arm.name for arm in table.chosen(setting.scale)}
+    shown = {name: outcome for name, outcome in known.items() if name in core or outcome.sweep}
+    results = Results(shown, setting.text.unigram)
+    judged = table.claims if setting.scale.judged else ()
+    verdicts = [(claim.text(), claim.judge(results)) for claim in judged]
+    beyond = [run.arm for run in missing([table], setting, records, ("all",)) if run.arm in shown.keys() - core]
+    return Summary(table, setting, shown, verdicts, len(missing([table], setting, records)), Counter(beyond))
+
+
+def markdown(summary: Summary, figure: str = "") -> str:
+    """The page; figure is the picture's file name beside it."""
+    table, setting = summary.table, summary.setting
+    parts = [f"# {table.title}\n", f"Reference: {table.reference}. Scale: `{setting.scale.name}`.\n"]
+    parts += [f"{table.note}\n"] if table.note else []
+    parts.append(_how(summary))
+    if figure:
+        shown = "Kernels by block and step" if table.measure == "probes" else "Training curves, and the rates tried"
+        parts.append(f"![{shown}]({figure})\n")
+    if found := grid(table, summary.outcomes):
+        words = f"; in brackets the steps to the loss of {table.baseline}, over its own" if table.baseline else ""
+        parts.append(f"## At a glance: training loss{words}\n\n{markdown_table(*found)}")
+    for quantity in table.quantities:
+        title = _NAMES.get(quantity, quantity.replace("_", " ").capitalize())
+        parts.append(f"## {title}\n\n{markdown_table(HEAD, [row.line() for row in rows(summary.outcomes, quantity)])}")
+    if lines := ratio_rows(table, summary.outcomes):
+        parts.append(f"## Steps to the loss of {table.baseline}\n\n{markdown_table(RATIO_HEAD, lines)}")
+    parts += [_claims(summary), _sweeps(summary), _missing(summary)]
+    return "\n".join(part for part in parts if part)
+
+
+def as_json(summary: Summary) -> dict[str, Any]:
+    """Every number of the page."""
+    table, setting = summary.table, summary.setting
+    glance = grid(table, summary.outcomes)
+    tables = {
+        quantity: [
+            {
+                "arm": row.arm,
+                "label": row.label,
+                "multiple": row.multiple,
+                "paper": row.paper,
+                "ours": _finite(row.value),
+                "text": row.ours,
+                **dict(zip(HEAD[3:], row.cells, strict=True)),
+            }
+            for row in rows(summary.outcomes, quantity)
+        ]
+        for quantity in table.quantities
+    }
+    return {
+        "skipless": __version__,
+        "item": table.name,
+        "reference": table.reference,
+        "scale": setting.scale.name,
+        "text": setting.text.to_json(),
+        "rates": setting.rates,
+        "seeds": setting.seeds,
+        **({"glance": [list(line) for line in (glance[0], *glance[1])]} if glance else {}),
+        "tables": tables,
+        "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(table, summary.outcomes)],
+        "bands": [{"claim": claim, "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
+        "sweeps": {
+            name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.sweep.items()}
+            for name, outcome in summary.outcomes.items()
+        },
+        **({"embedding_sweeps": _embedding_sweeps(summary)} if table.embedding_rates else {}),
+        "missing": summary.to_do,
+    }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One arm at one length of training, for one quantity; value is None until it has been run."""
+    """One arm at one step multiple, for one quantity; value is None until it has been run."""
 
     arm: str
     label: str
@@ -36,7 +162,7 @@ class Row:
 
 
 def rows(outcomes: Mapping[str, Outcome], quantity: str) -> list[Row]:
-    """All rows of one table, in the item's order of arms."""
+    """The rows of one quantity, in the table's order of arms."""
     return [
         _row(outcome, quantity, multiple)
         for outcome in outcomes.values()
@@ -44,9 +170,9 @@ def rows(outcomes: Mapping[str, Outcome], quantity: str) -> list[Row]:
     ]
 
 
-def ratio_rows(item: Item, outcomes: Mapping[str, Outcome]) -> list[tuple[str, ...]]:
+def ratio_rows(table: PaperTable, outcomes: Mapping[str, Outcome]) -> list[tuple[str, ...]]:
     """How many times the baseline's steps an arm needs for its loss; lines under RATIO_HEAD. None without one."""
-    baseline, target = outcomes.get(item.baseline), _target(item, outcomes)
+    baseline, target = outcomes.get(table.baseline), _target(table, outcomes)
     if baseline is None or target is None:
         return []
     lines = []
@@ -62,30 +188,30 @@ def ratio_rows(item: Item, outcomes: Mapping[str, Outcome]) -> list[tuple[str, .
     return lines
 
 
-def grid(item: Item, outcomes: Mapping[str, Outcome]) -> tuple[Sequence[str], list[Sequence[str]]] | None:
-    """Head and lines of the usual length at a glance, where all arms are named "kind/way": losses, and steps ratios."""
-    names = [arm.name.split("/") for arm in item.arms]
+def grid(table: PaperTable, outcomes: Mapping[str, Outcome]) -> tuple[Sequence[str], list[Sequence[str]]] | None:
+    """Head and lines of the usual steps at a glance, where all arms are named "kind/way": losses, and steps ratios."""
+    names = [arm.name.split("/") for arm in table.arms]
     if any(len(parts) != 2 for parts in names):
         return None
     kinds, ways = (tuple(dict.fromkeys(side)) for side in zip(*names, strict=True))
     lines: list[Sequence[str]] = [
-        (kind, *(_glance(item, outcomes, outcomes.get(f"{kind}/{way}")) for way in ways)) for kind in kinds
+        (kind, *(_glance(table, outcomes, outcomes.get(f"{kind}/{way}")) for way in ways)) for kind in kinds
     ]
     return ("", *ways), lines
 
 
-def _glance(item: Item, outcomes: Mapping[str, Outcome], outcome: Outcome | None) -> str:
+def _glance(table: PaperTable, outcomes: Mapping[str, Outcome], outcome: Outcome | None) -> str:
     if outcome is None:
         return "–"
-    target = _target(item, outcomes) if outcome.arm.name != item.baseline else None
+    target = _target(table, outcomes) if outcome.arm.name != table.baseline else None
     ratio = ratio_to(outcome, target) if target is not None else None
     loss = _row(outcome, "train_loss", 1.0).ours
     return loss if ratio is None or math.isnan(ratio.value) else f"{loss} ({ratio.text()}×)"
 
 
-def _target(item: Item, outcomes: Mapping[str, Outcome]) -> Sample | None:
+def _target(table: PaperTable, outcomes: Mapping[str, Outcome]) -> Sample | None:
     """The loss that arms are to reach: the baseline's."""
-    baseline = outcomes.get(item.baseline)
+    baseline = outcomes.get(table.baseline)
     return baseline.sample("train_loss") if baseline is not None else None
 
 
@@ -138,7 +264,7 @@ def _cells(outcome: Outcome, multiple: float) -> tuple[str, ...]:
 
 
 def _best_text(outcome: Outcome) -> str:
-    """The best rate, and the embedding's where it is not the size's own."""
+    """The best rate, and the embedding's where it is not the scale's own."""
     if outcome.best is None:
         return "–"
     rate = f"{outcome.best:g}" + " (at the edge)" * outcome.edge
@@ -148,116 +274,103 @@ def _best_text(outcome: Outcome) -> str:
 
 
 def _wall_clock(ratio: Ratio | None, outcome: Outcome, baseline: Outcome) -> Ratio | None:
-    """The ratio times that of the paces, both measured with nothing else beside them; None where one is not."""
-    if ratio is None or outcome.pace is None or baseline.pace is None:
+    """The ratio times that of the step times, both taken with nothing beside them; None where one is not known."""
+    if ratio is None or outcome.timing is None or baseline.timing is None:
         return None
-    return Ratio(ratio.value * outcome.pace.step_seconds / baseline.pace.step_seconds, ratio.bound)
+    return Ratio(ratio.value * outcome.timing.step_seconds / baseline.timing.step_seconds, ratio.bound)
 
 
 def _ratio_text(ratio: Ratio | None) -> str:
     return "–" if ratio is None or math.isnan(ratio.value) else ratio.text()
 
 
-_NAMES = {"train_loss": "Training loss", "valid_perplexity": "Validation perplexity", "valid_loss": "Validation loss"}
+INDEX_HEAD = ("table", "of the paper", "command", "state", "networks", "seeds", "text", "claims that hold")
+CORPORA = {"train-00": "Wikipedia"}  # texts by the name of their file, as logs have it
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What is known of an item at one size.
-
-    to_do: runs of the usual arms that are missing; further: of each other arm that has begun, by name.
-    """
-
-    item: Item
-    setting: Setting
-    outcomes: Mapping[str, Outcome]
-    verdicts: Sequence[tuple[str, Verdict]]
-    to_do: int
-    further: Mapping[str, int]
+def results_index(out: Path, folders: Sequence[ResultsFolder]) -> str:
+    """README.md of a folder of results: every table, what was run of it, and whether its claims hold."""
+    lines = [line for table in TABLES.values() for line in _index_lines(table, out, folders)]
+    return (
+        "# Results\n\n"
+        "Every table and figure of the paper, and tables of our own beyond it: the command that makes each,\n"
+        "what has been run, and how many of the claims hold that were stated before the runs. How to read a\n"
+        "page: [docs/reproducing.md](../docs/reproducing.md).\n\n"
+        f"{markdown_table(INDEX_HEAD, lines)}\n"
+        "Made from the logs by `skipless reproduce --index`.\n"
+    )
 
 
-def gather(item: Item, setting: Setting, records: Mapping[str, Record]) -> Summary:
-    """Look everything up, and judge the bands where the size is one they were written for."""
-    known = {arm.name: outcome_of(item, arm, setting, records) for arm in item.arms}
-    core = {arm.name for arm in item.chosen(setting.scale)}
-    shown = {name: outcome for name, outcome in known.items() if name in core or outcome.sweep}
-    findings = Results(shown, setting.text.unigram)
-    judged = item.bands if setting.scale.judged else ()
-    verdicts = [(band.claim(), band.judge(findings)) for band in judged]
-    beyond = [job.arm for job in missing([item], setting, records, ("all",)) if job.arm in shown.keys() - core]
-    return Summary(item, setting, shown, verdicts, len(missing([item], setting, records)), Counter(beyond))
+def _index_lines(table: PaperTable, out: Path, folders: Sequence[ResultsFolder]) -> list[tuple[str, ...]]:
+    """A line for each scale that the table has a page of; one that says so where it has none."""
+    if table.kernels:
+        found = json.loads((out / f"{table.name}.json").read_text())["checks"] if _has_page(out, table.name) else []
+        held = _held(sum(check["holds"] for check in found), len(found)) if found else "–"
+        state = "all" if found else "not run"
+        return [(_title(out, table, table.name), table.reference, _command(table), state, "–", "–", "none", held)]
+    lines = []
+    for folder in folders:
+        stem = f"{table.name}-{folder.scale}"
+        if not _has_page(out, stem) or not folder.texts():
+            continue
+        setting = Setting.of(SCALES[folder.scale], folder.texts()[0])
+        summary = gather(table, setting, folder.records)
+        title, command = _title(out, table, stem), _command(table, f" --scale {folder.scale} --data …")
+        state = "all runs" if not summary.to_do else f"{summary.to_do} or more runs missing"
+        facts = (_networks(summary), _seeds(summary), _corpus(setting.text), _agreement(summary))
+        lines.append((title, table.reference, command, state, *facts))
+    blank = ("not run", "–", "–", "–", "–")
+    return lines or [(table.title, table.reference, _command(table, " --scale small --data …"), *blank)]
 
 
-def markdown(summary: Summary, figure: str = "") -> str:
-    """The page; figure is the picture's file name beside it."""
-    item, setting = summary.item, summary.setting
-    parts = [f"# {item.title}\n", f"Reference: {item.reference}. Scale: `{setting.scale.name}`.\n"]
-    parts += [f"{item.note}\n"] if item.note else []
-    parts.append(_how(summary))
-    if figure:
-        shown = "Kernels by block and step" if item.measure == "probes" else "Training curves, and the rates tried"
-        parts.append(f"![{shown}]({figure})\n")
-    if found := grid(item, summary.outcomes):
-        words = f"; in brackets the steps to the loss of {item.baseline}, over its own" if item.baseline else ""
-        parts.append(f"## At a glance: training loss{words}\n\n{table(*found)}")
-    for quantity in item.quantities:
-        title = _NAMES.get(quantity, quantity.replace("_", " ").capitalize())
-        parts.append(f"## {title}\n\n{table(HEAD, [row.line() for row in rows(summary.outcomes, quantity)])}")
-    if lines := ratio_rows(item, summary.outcomes):
-        parts.append(f"## Steps to the loss of {item.baseline}\n\n{table(RATIO_HEAD, lines)}")
-    parts += [_bands(summary), _sweeps(summary), _missing(summary)]
-    return "\n".join(part for part in parts if part)
+def _has_page(out: Path, stem: str) -> bool:
+    return (out / f"{stem}.md").is_file()
 
 
-def as_json(summary: Summary) -> dict[str, Any]:
-    """Every number of the page."""
-    item, setting = summary.item, summary.setting
-    glance = grid(item, summary.outcomes)
-    tables = {
-        quantity: [
-            {
-                "arm": row.arm,
-                "label": row.label,
-                "multiple": row.multiple,
-                "paper": row.paper,
-                "ours": _finite(row.value),
-                "text": row.ours,
-                **dict(zip(HEAD[3:], row.cells, strict=True)),
-            }
-            for row in rows(summary.outcomes, quantity)
-        ]
-        for quantity in item.quantities
-    }
-    return {
-        "skipless": __version__,
-        "item": item.name,
-        "reference": item.reference,
-        "scale": setting.scale.name,
-        "text": setting.text.to_json(),
-        "rates": setting.rates,
-        "seeds": setting.seeds,
-        **({"glance": [list(line) for line in (glance[0], *glance[1])]} if glance else {}),
-        "tables": tables,
-        "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(item, summary.outcomes)],
-        "bands": [{"claim": claim, "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
-        "sweeps": {
-            name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.sweep.items()}
-            for name, outcome in summary.outcomes.items()
-        },
-        **({"embedding_sweeps": _embedding_sweeps(summary)} if item.embedding_rates else {}),
-        "missing": summary.to_do,
-    }
+def _title(out: Path, table: PaperTable, stem: str) -> str:
+    return f"[{table.title}]({stem}.md)" if _has_page(out, stem) else table.title
 
 
-def kernels_markdown(item: Item, checks: Sequence[Check], figure: str = "") -> str:
-    """The page of the item that trains nothing."""
-    lines = [(c.where, c.claim, c.ours, "pass" if c.holds else "**fail**") for c in checks]
-    picture = f"![Kernels by depth]({figure})\n" if figure else ""
-    body = table(("figure", "claim", "ours", "verdict"), lines)
-    return "\n".join(part for part in (f"# {item.title}\n", f"{item.reference}. {item.note}\n", picture, body) if part)
+def _command(table: PaperTable, options: str = "") -> str:
+    return f"`skipless reproduce {table.name}{options}`"
 
 
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def _networks(summary: Summary) -> str:
+    """Depth × width, and the steps of training."""
+    setting = summary.setting
+    models = [outcome.arm.outline(setting.scale, setting.text) for outcome in summary.outcomes.values()]
+    sizes = dict.fromkeys(f"{model.depth} × {model.width}" for model in models)
+    steps = sorted({record.steps for outcome in summary.outcomes.values() for record in _all_runs(outcome)})
+    return f"{', '.join(sizes)}; {_span(steps)} steps"
+
+
+def _seeds(summary: Summary) -> str:
+    counts = {len(outcome.runs[1.0]) for outcome in summary.outcomes.values() if outcome.runs.get(1.0)}
+    return _span(sorted(counts)) if counts else "–"
+
+
+def _span(values: Sequence[int]) -> str:
+    return "–" if not values else f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
+
+
+def _corpus(text: Text) -> str:
+    name = f"{CORPORA[text.name]} ({text.name})" if text.name in CORPORA else text.name
+    return f"{name}, {text.tokens / 1e6:.1f}M tokens"
+
+
+def _agreement(summary: Summary) -> str:
+    marks = Counter(verdict.mark for _, verdict in summary.verdicts)
+    if not summary.setting.scale.judged:
+        return "not judged"
+    words = _held(marks["pass"], marks["pass"] + marks["fail"])
+    return words + (f", {marks['not run']} not run" if marks["not run"] else "")
+
+
+def _held(passed: int, judged: int) -> str:
+    return f"{passed} of {judged}"
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     rule = "|".join("---" for _ in head)
     body = "".join(f"| {' | '.join(cell.replace('|', '∣') for cell in line)} |\n" for line in lines)
@@ -275,7 +388,7 @@ def _how(summary: Summary) -> str:
         f"Every arm: {count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
         f"the best while that lies at the edge ({MOST_BEYOND} at most), seed 0, chosen by training loss; then "
         f"{count(setting.seeds, 'seed')} at the best rate{_headline_seeds(summary)}.{_embedding_words(summary)}"
-        f"{_law_words(summary.item)}"
+        f"{_law_words(summary.table)}"
     )
     words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
     where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."
@@ -284,23 +397,23 @@ def _how(summary: Summary) -> str:
 
 def _headline_seeds(summary: Summary) -> str:
     setting = summary.setting
-    own = {setting.seeds_of(arm) for arm in summary.item.arms} - {setting.seeds}
+    own = {setting.seeds_of(arm) for arm in summary.table.arms} - {setting.seeds}
     return f" ({', '.join(map(str, sorted(own)))} of some arms)" if own else ""
 
 
 def _embedding_words(summary: Summary) -> str:
-    item = summary.item
-    if len(item.embedding_rates) < 2 or summary.setting.rates == 1:
-        return f" The embedding's rate is {item.embedding_start:g} for all." if item.embedding_rates else ""
-    tried = ", ".join(f"{rate:g}" for rate in item.embedding_rates)
+    table = summary.table
+    if len(table.embedding_rates) < 2 or summary.setting.rates == 1:
+        return f" The embedding's rate is {table.embedding_start:g} for all." if table.embedding_rates else ""
+    tried = ", ".join(f"{rate:g}" for rate in table.embedding_rates)
     return (
-        f" That is at an embedding rate of {item.embedding_start:g}; at the best rate the embedding's is then tuned by "
-        f"the same rule over {tried}, and seeds run at the best pair."
+        f" That is at an embedding rate of {table.embedding_start:g}; at the best rate the embedding's is then tuned "
+        f"by the same rule over {tried}, and seeds run at the best pair."
     )
 
 
-def _law_words(item: Item) -> str:
-    followers = any(arm.follows for arm in item.arms)
+def _law_words(table: PaperTable) -> str:
+    followers = any(arm.follows for arm in table.arms)
     return " Deeper arms are not tuned: they take the rates of the shallowest by a law over depth." if followers else ""
 
 
@@ -309,27 +422,27 @@ def count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number != 1)}"
 
 
-def _bands(summary: Summary) -> str:
+def _claims(summary: Summary) -> str:
     if not summary.setting.scale.judged:
         return "## Bands\n\nNot judged at this scale: its runs are too short to mean anything.\n"
     marks = {"pass": "pass", "fail": "**fail**", "not run": "not run"}
     lines = [(claim, marks[verdict.mark], verdict.detail or "–") for claim, verdict in summary.verdicts]
     if not lines:
         return ""
-    return f"## Bands, stated before the runs\n\n{table(('claim', 'verdict', 'numbers'), lines)}"
+    return f"## Bands, stated before the runs\n\n{markdown_table(('claim', 'verdict', 'numbers'), lines)}"
 
 
 def _sweeps(summary: Summary) -> str:
     lines = []
     for outcome in summary.outcomes.values():
-        own = summary.setting.scale.embedding(outcome.arm.corpus) if summary.item.embedding_rates else None
+        own = summary.setting.scale.embedding(outcome.arm.corpus) if summary.table.embedding_rates else None
         lines.append((outcome.arm.label, "; ".join(_tried(record, own) for record in outcome.swept) or "not run"))
-    head = "rate, embedding's rate: loss" if summary.item.embedding_rates else "rate: loss"
-    return f"## Rates tried: training loss\n\n{table(('arm', head), lines)}"
+    head = "rate, embedding's rate: loss" if summary.table.embedding_rates else "rate: loss"
+    return f"## Rates tried: training loss\n\n{markdown_table(('arm', head), lines)}"
 
 
 def _tried(record: Record, own: float | None) -> str:
-    """A run of a sweep; own: the size's own embedding rate, where the embedding's rate is to be shown."""
+    """A run of a sweep; own: the scale's own embedding rate, where the embedding's rate is to be shown."""
     rates = f"{record.rate:g}" + ("" if own is None else f", {record.embedding_rate or own:g}")
     loss = f"{record.train_loss:.3f}" if math.isfinite(record.train_loss) else f"diverged at step {record.diverged_at}"
     return f"{rates}: {loss}"
@@ -344,9 +457,9 @@ def _embedding_sweeps(summary: Summary) -> dict[str, dict[str, float | None]]:
 
 
 def _missing(summary: Summary) -> str:
-    command = f"skipless reproduce {summary.item.name} --scale {summary.setting.scale.name} --data …"
+    command = f"skipless reproduce {summary.table.name} --scale {summary.setting.scale.name} --data …"
     begun = [f"{summary.outcomes[name].arm.label} ({count(left, 'run')})" for name, left in summary.further.items()]
-    further = [arm.label for arm in summary.item.arms if arm.name not in summary.outcomes]
+    further = [arm.label for arm in summary.table.arms if arm.name not in summary.outcomes]
     optional = {"not complete": begun, "not run": further}
     left = [f"{words}: {'; '.join(labels)}" for words, labels in optional.items() if labels]
     more = f" Only with `--arms all`, and {'; '.join(left)}." if left else ""

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipless.paper import experiments
-from skipless.paper.catalogue import ITEMS
 from skipless.paper.experiments import SCALES, Setting, Text
 from skipless.paper.records import Record, ResultsFolder, final_loss, losses_of, thinned
 from skipless.paper.runs import Ratio, missing, next_multiple, outcome_of, steps_ratio
+from skipless.paper.tables import TABLES
 
 INF = float("inf")
 
@@ -22,12 +22,12 @@ def setting(text: Text) -> Setting:
     return Setting.of(SCALES["small"], text)
 
 
-def run_all(items, setting: Setting, fake, loss) -> dict[str, Record]:
-    """Every run until none is missing, each with the loss that loss(job) says."""
+def run_all(tables, setting: Setting, fake, loss) -> dict[str, Record]:
+    """Every run until none is missing, each with the loss that loss(run) says."""
     records: dict[str, Record] = {}
-    while jobs := missing(items, setting, records):
-        for job in jobs:
-            records[job.key] = fake(job, loss(job))
+    while runs := missing(tables, setting, records):
+        for run in runs:
+            records[run.key] = fake(run, loss(run))
     return records
 
 
@@ -63,75 +63,75 @@ def test_one_more_beyond_the_edge() -> None:
 
 
 def test_first_sweeps_then_seeds_at_the_best_rate(setting: Setting, fake) -> None:
-    item = ITEMS["baselines"]
-    jobs = missing([item], setting, {})
-    assert [job.arm for job in jobs[:6]] == ["e-spa"] * 3 + ["pre-ln"] * 3  # arms of one network stay together
-    assert {(job.seed, job.multiple, job.stage) for job in jobs} == {(0, 1.0, 0)}
-    records = {job.key: fake(job, 5.0 + abs(math.log(job.rate / 3e-5))) for job in jobs if job.arm == "e-spa"}
-    seeds = [job for job in missing([item], setting, records) if job.arm == "e-spa"]
-    assert [(job.rate, job.seed, job.stage) for job in seeds] == [(3e-5, 1, 1)]
+    table = TABLES["baselines"]
+    runs = missing([table], setting, {})
+    assert [run.arm for run in runs[:6]] == ["e-spa"] * 3 + ["pre-ln"] * 3  # arms of one network stay together
+    assert {(run.seed, run.multiple, run.stage) for run in runs} == {(0, 1.0, 0)}
+    records = {run.key: fake(run, 5.0 + abs(math.log(run.rate / 3e-5))) for run in runs if run.arm == "e-spa"}
+    seeds = [run for run in missing([table], setting, records) if run.arm == "e-spa"]
+    assert [(run.rate, run.seed, run.stage) for run in seeds] == [(3e-5, 1, 1)]
 
 
 def test_a_best_rate_at_the_edge_adds_rates_and_three_at_most(setting: Setting, fake) -> None:
-    item = ITEMS["baselines"]
-    records = run_all([item], setting, fake, lambda job: 5.0 - math.log10(job.rate))
-    outcome = outcome_of(item, item.arm("e-spa"), setting, records)
+    table = TABLES["baselines"]
+    records = run_all([table], setting, fake, lambda run: 5.0 - math.log10(run.rate))
+    outcome = outcome_of(table, table.arm("e-spa"), setting, records)
     assert list(outcome.sweep) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4, 3e-4]
     assert (outcome.best, outcome.edge) == (3e-4, True)
     assert sorted(outcome.runs[1.0]) == [0, 1]
-    assert all(len(outcome_of(item, arm, setting, records).sweep) == 6 for arm in item.chosen(setting.scale))
+    assert all(len(outcome_of(table, arm, setting, records).sweep) == 6 for arm in table.chosen(setting.scale))
 
 
 def test_rates_are_added_until_the_best_lies_inside(setting: Setting, fake) -> None:
-    item = ITEMS["baselines"]
-    records = run_all([item], setting, fake, lambda job: 5.0 + abs(math.log10(job.rate / 1e-4)))
-    outcome = outcome_of(item, item.arm("e-spa"), setting, records)
+    table = TABLES["baselines"]
+    records = run_all([table], setting, fake, lambda run: 5.0 + abs(math.log10(run.rate / 1e-4)))
+    outcome = outcome_of(table, table.arm("e-spa"), setting, records)
     assert list(outcome.sweep) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4]
     assert (outcome.best, outcome.edge) == (1e-4, False)
 
 
 def test_divergence_is_a_result(setting: Setting, fake) -> None:
-    item = ITEMS["baselines"]
-    records = run_all([item], setting, fake, lambda job: INF if job.arm == "skipless-ln" or job.rate > 3e-5 else 6.0)
-    lost = outcome_of(item, item.arm("skipless-ln"), setting, records)
+    table = TABLES["baselines"]
+    records = run_all([table], setting, fake, lambda run: INF if run.arm == "skipless-ln" or run.rate > 3e-5 else 6.0)
+    lost = outcome_of(table, table.arm("skipless-ln"), setting, records)
     assert lost.failed
     assert math.isinf(lost.sample("train_loss").mean)
-    kept = outcome_of(item, item.arm("e-spa"), setting, records)
+    kept = outcome_of(table, table.arm("e-spa"), setting, records)
     assert kept.best == 2e-5  # the lowest of two equal ones
     assert not kept.edge
-    assert not missing([item], setting, records)
+    assert not missing([table], setting, records)
 
 
 def test_more_seeds_than_asked_for_are_seen(setting: Setting, fake, text: Text) -> None:
-    item = ITEMS["baselines"]
+    table = TABLES["baselines"]
     three = Setting.of(SCALES["small"], text, seeds=3)
-    records = run_all([item], three, fake, lambda job: 5.0 + 0.1 * job.seed)
-    sample = outcome_of(item, item.arm("e-spa"), setting, records).sample("train_loss")
+    records = run_all([table], three, fake, lambda run: 5.0 + 0.1 * run.seed)
+    sample = outcome_of(table, table.arm("e-spa"), setting, records).sample("train_loss")
     assert sample.values == (5.0, 5.1, 5.2)
     assert sample.mean == pytest.approx(5.1)
     assert sample.half_range == pytest.approx(0.1)
 
 
 def test_longer_runs_come_at_the_best_rate(setting: Setting, fake) -> None:
-    item = ITEMS["longer"]
-    records = run_all([item], setting, fake, lambda job: 6.0 / job.multiple**0.1)
-    jobs = [(record.arm, record.multiple) for record in records.values() if record.multiple != 1.0]
-    assert jobs == [("e-spa", 2.0), ("e-spa", 3.0), ("e-spa", 5.0)]
-    assert outcome_of(item, item.arm("e-spa"), setting, records).sample("train_loss", 5.0) is not None
+    table = TABLES["longer"]
+    records = run_all([table], setting, fake, lambda run: 6.0 / run.multiple**0.1)
+    runs = [(record.arm, record.multiple) for record in records.values() if record.multiple != 1.0]
+    assert runs == [("e-spa", 2.0), ("e-spa", 3.0), ("e-spa", 5.0)]
+    assert outcome_of(table, table.arm("e-spa"), setting, records).sample("train_loss", 5.0) is not None
 
 
 def test_what_is_measured_is_run_at_the_best_rate_only(setting: Setting, fake) -> None:
-    item = ITEMS["training-kernels"]
-    records = run_all([item], setting, fake, lambda _: 6.0)
+    table = TABLES["training-kernels"]
+    records = run_all([table], setting, fake, lambda _: 6.0)
     assert [(r.measure, r.seed) for r in records.values() if r.measure] == [("probes", 0), ("probes", 1)]
 
 
 def test_the_ladder_of_lengths_stops_when_the_baseline_is_reached(setting: Setting, fake) -> None:
     """Arms behind are trained longer until they reach Pre-LN + Adam, and Pre-LN with their own optimiser; arms ahead
     shorter until they do not."""
-    item = ITEMS["optimisers"]
+    table = TABLES["optimisers"]
     starts = {"pre-ln/adam": 5.0, "e-spa/adam": 6.5, "e-spa/muon": 5.3, "pre-ln/muon": 4.5}
-    records = run_all([item], setting, fake, lambda job: starts.get(job.arm, 5.0) - 0.5 * math.log2(job.multiple))
+    records = run_all([table], setting, fake, lambda run: starts.get(run.arm, 5.0) - 0.5 * math.log2(run.multiple))
     lengths: dict[str, set[float]] = {}
     for record in records.values():
         lengths.setdefault(record.arm, set()).add(record.multiple)
@@ -168,14 +168,14 @@ def test_ratio_finds_a_power_law_again(needed: float, power: float) -> None:
 
 
 def test_next_multiple() -> None:
-    ladder = (0.5, 1.0, 2.0, 4.0)
-    assert next_multiple(ladder, 5.0, {}) == 1.0
-    assert next_multiple(ladder, 5.0, {1.0: 6.0}) == 2.0
-    assert next_multiple(ladder, 5.0, {1.0: 6.0, 2.0: 5.5}) == 4.0
-    assert next_multiple(ladder, 5.0, {1.0: 6.0, 2.0: 4.9}) is None
-    assert next_multiple(ladder, 5.0, {1.0: 6.0, 2.0: 5.5, 4.0: 5.2}) is None
-    assert next_multiple(ladder, 5.0, {1.0: 4.0}) == 0.5
-    assert next_multiple(ladder, 5.0, {1.0: 4.0, 0.5: 4.5}) is None
+    step_ladder = (0.5, 1.0, 2.0, 4.0)
+    assert next_multiple(step_ladder, 5.0, {}) == 1.0
+    assert next_multiple(step_ladder, 5.0, {1.0: 6.0}) == 2.0
+    assert next_multiple(step_ladder, 5.0, {1.0: 6.0, 2.0: 5.5}) == 4.0
+    assert next_multiple(step_ladder, 5.0, {1.0: 6.0, 2.0: 4.9}) is None
+    assert next_multiple(step_ladder, 5.0, {1.0: 6.0, 2.0: 5.5, 4.0: 5.2}) is None
+    assert next_multiple(step_ladder, 5.0, {1.0: 4.0}) == 0.5
+    assert next_multiple(step_ladder, 5.0, {1.0: 4.0, 0.5: 4.5}) is None
 
 
 def test_losses_from_the_moving_average() -> None:
@@ -210,8 +210,8 @@ def test_curves_are_thinned_with_their_end() -> None:
 
 
 def test_records_survive_json_and_the_log(tmp_path, setting: Setting, fake, text: Text) -> None:
-    item = ITEMS["baselines"]
-    good, bad = missing([item], setting, {})[:2]
+    table = TABLES["baselines"]
+    good, bad = missing([table], setting, {})[:2]
     records = [fake(good, 5.25, measures={"x": 1.5}), fake(bad, INF)]
     for record in records:
         assert Record.from_json(json.loads(json.dumps(record.to_json(), allow_nan=False))) == record
@@ -231,7 +231,7 @@ def test_records_survive_json_and_the_log(tmp_path, setting: Setting, fake, text
 
 
 def test_a_reader_leaves_the_log_to_who_holds_the_folder(tmp_path, setting: Setting, fake) -> None:
-    first, second = (fake(job, 5.0) for job in missing([ITEMS["baselines"]], setting, {})[:2])
+    first, second = (fake(run, 5.0) for run in missing([TABLES["baselines"]], setting, {})[:2])
     holder = ResultsFolder(tmp_path, "small")
     with holder.locked():
         holder.add(first)

@@ -1,0 +1,97 @@
+"""What is measured of a run besides its losses: kernels during training (Fig. 15), accuracy on tasks (Table 6)."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skipless.model.config import ModelConfig
+from skipless.paper.runs import Run
+from skipless.theory import kernels, propagation
+
+NEIGHBOURS = 4  # locations at most so far apart are neighbours
+SIDE = 32  # locations that a record keeps, evenly spaced
+
+
+def measured(run: Run, folder: Path, tasks: Path | None, device: str) -> dict[str, Any]:
+    """The run's measures, and its kernels where it has probes, from the folder of its finished run."""
+    if run.measure == "probes":
+        stages = {step: read_probe(folder, step) for step in run.experiment.train.probe_at}
+        return {"measures": kernel_measures(run.experiment.model, list(stages.values())), "kernels": pack(stages)}
+    if run.measure == "tasks":
+        return {"measures": task_measures(folder, tasks, device)}
+    return {}
+
+
+def read_probe(folder: Path, step: int) -> np.ndarray:
+    """(L+1, T, T) kernels of a run before its update `step`."""
+    file = folder / "probes" / f"step-{step:08d}.npz"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing: the run was to be probed at step {step}; train it again")
+    with np.load(file, allow_pickle=False) as stored:
+        return stored["states"].astype(np.float64)
+
+
+def kernel_measures(model: ModelConfig, stages: Sequence[np.ndarray]) -> dict[str, float]:
+    """Fig. 15 in numbers: how well theory predicts the kernels at step 0, and how much neighbours stand out.
+
+    stages: (L+1, T, T) kernels before, in the middle of and after training.
+    """
+    from skipless.model.transformer import kernel_blocks
+
+    cosines = [np.stack([kernels.cosine(state) for state in states[1:]]) for states in stages]
+    predicted = propagation.forward(kernel_blocks(model), stages[0][0])
+    above = np.triu_indices(stages[0].shape[1], 1)
+    theory = np.concatenate([kernels.cosine(kernel)[above] for kernel in predicted[1:]])
+    seen = np.concatenate([cosine[above] for cosine in cosines[0]])
+    values = {"agreement_with_theory": float(np.corrcoef(theory, seen)[0, 1])}
+    for name, stage in zip(("start", "middle", "end"), cosines, strict=True):
+        values[f"recency_{name}"] = _recency(stage)
+        values[f"cosine_{name}"] = float(np.mean([kernels.mean_cosine(cosine) for cosine in stage]))
+    return values
+
+
+def _recency(cosines: np.ndarray) -> float:
+    """The mean cosine of neighbours less that of all other pairs."""
+    location = np.arange(cosines.shape[1])
+    apart = np.abs(location[:, None] - location[None])
+    near, far = (apart > 0) & (apart <= NEIGHBOURS), apart > NEIGHBOURS
+    return float(cosines[:, near].mean() - cosines[:, far].mean())
+
+
+def pack(stages: Mapping[int, np.ndarray]) -> dict[str, Any]:
+    """Cosines of about SIDE locations after the input, the first, a third, two thirds and the last block, as bytes."""
+    depth, length = next(iter(stages.values())).shape[0] - 1, next(iter(stages.values())).shape[1]
+    blocks = sorted({0, 1, max(depth // 3, 1), max(2 * depth // 3, 1), depth})
+    stride = -(-length // SIDE)
+    shown = np.array(
+        [[kernels.cosine(states[block])[::stride, ::stride] for block in blocks] for states in stages.values()]
+    )
+    levels = np.round(255.0 * np.clip(shown, 0.0, 1.0)).astype(np.uint8)
+    data = base64.b64encode(levels.tobytes()).decode()
+    return {"steps": list(stages), "blocks": blocks, "side": levels.shape[-1], "cosines": data}
+
+
+def unpack(packed: Mapping[str, Any]) -> dict[int, dict[int, np.ndarray]]:
+    """Cosines by step and block."""
+    steps, blocks, side = packed["steps"], packed["blocks"], packed["side"]
+    levels = np.frombuffer(base64.b64decode(packed["cosines"]), np.uint8)
+    shown = levels.reshape(len(steps), len(blocks), side, side) / 255.0
+    return {step: dict(zip(blocks, stage, strict=True)) for step, stage in zip(steps, shown, strict=True)}
+
+
+def task_measures(folder: Path, tasks: Path | None, device: str) -> dict[str, float]:
+    """Accuracy on each task in per cent, and their mean."""
+    from skipless.training.load import load_model
+    from skipless.training.tasks import TASKS, local_records, questions, score_tasks, task_file
+
+    if tasks is None:
+        raise ValueError("zero-shot accuracy needs --tasks-folder, the folder of the tasks' .jsonl files")
+    subject = load_model(folder, device=device)
+    asked = {name: questions(name, local_records(name, tasks), file=task_file(name, tasks)) for name in TASKS}
+    length = subject.model.config.length
+    scores = score_tasks(subject.model, subject.tokenizer, asked, length=length)
+    values = {name: 100.0 * score.accuracy for name, score in scores.items()}
+    return {**values, "mean_accuracy": sum(values.values()) / len(values)}

@@ -1,0 +1,116 @@
+"""A crew of processes that is told to stop, by a signal that only the one who leads it hears."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.tokenizer import Bytes
+from skipless.paper import workers
+from skipless.paper.experiments import SCALES, Setting, Text
+from skipless.paper.records import ResultsFolder
+from skipless.paper.runs import Limits, Run, make_run
+from skipless.paper.tables import TABLES
+from skipless.paper.workers import RunRequest, Scheduler, run_one
+
+DAYS = 1_000_000  # steps
+
+
+@pytest.fixture
+def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    """Two processes with one run, of days."""
+    (tmp_path / "a.txt").write_text("The signal goes through. " * 400)
+    prepare(Preparation(str(tmp_path / "a.txt"), Bytes()), tmp_path / "data")
+    table, setting = TABLES["baselines"], Setting.of(SCALES["tiny"], Text.read(tmp_path / "data"))
+    run = make_run(table, table.arms[0], setting, 1e-4)
+    config = replace(run.experiment.train, steps=DAYS, log_every=1, compile=False)
+    long: Run = replace(run, experiment=replace(run.experiment, train=config))
+    monkeypatch.setattr(workers, "missing", lambda *_: [long])
+    return Scheduler([table], setting, ResultsFolder(tmp_path / "results", "tiny"), Limits(jobs=2, device="cpu"))
+
+
+def interrupted(crew: Scheduler, when: Callable[[], object]) -> float:
+    """Seconds from a SIGINT to this process until all of the crew have ended."""
+    sent: list[float] = []
+
+    def send() -> None:
+        while not when():
+            time.sleep(0.05)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def give_up() -> None:  # for a worker that does not hear of it
+        for child in active_children():
+            child.kill()
+
+    rescue = threading.Timer(90.0, give_up)
+    rescue.start()
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            crew.work()
+    finally:
+        rescue.cancel()
+    return time.monotonic() - sent[0]
+
+
+def runs(crew: Scheduler) -> list[Path]:
+    return sorted((crew.results.path / "runs").glob("*/"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_signal_to_the_leader_alone_stops_and_saves_a_run(endless: Scheduler) -> None:
+    took = interrupted(endless, lambda: any((run / "metrics.jsonl").is_file() for run in runs(endless)))
+    assert took < 60.0
+    (run,) = runs(endless)
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_signal_while_a_process_starts_is_not_lost(endless: Scheduler, capfd: pytest.CaptureFixture[str]) -> None:
+    assert interrupted(endless, active_children) < 60.0
+    assert not runs(endless)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_run_stopped_before_it_began_leaves_no_files_of_no_run(tmp_path: Path, monkeypatch) -> None:
+    text, table = Text("none", 256, 0.05, 3.2, 0, ""), TABLES["baselines"]
+    run = make_run(table, table.arms[0], Setting.of(SCALES["tiny"], text), 1e-4)
+
+    def stopped(experiment, folder: Path, **_) -> None:
+        folder.mkdir(exist_ok=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_one(RunRequest(run, tmp_path / "run"))
+    assert not list((tmp_path / "run").iterdir())
+    (tmp_path / "run" / "spent.txt").write_text("1.0\n")  # as earlier versions left it
+    with pytest.raises(KeyboardInterrupt):
+        run_one(RunRequest(run, tmp_path / "run"))
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize("left", ['{"name": "old", "train": {"gone": 1}}', "{"])
+def test_what_another_version_left_of_a_run_is_begun_again(tmp_path: Path, monkeypatch, left: str) -> None:
+    text, table, folder = Text("none", 256, 0.05, 3.2, 0, ""), TABLES["baselines"], tmp_path / "run"
+    run = make_run(table, table.arms[0], Setting.of(SCALES["tiny"], text), 1e-4)
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "experiment.json").write_text(left)
+    seen: list[bool] = []
+
+    def stopped(*_, **__) -> None:
+        seen.append(folder.exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_one(RunRequest(run, folder))
+    assert seen == [False]
