@@ -65,6 +65,41 @@ def test_the_second_argument_is_the_targets(model: sk.Transformer, tokens: torch
     assert torch.equal(model(x, y), model(x, targets=y))
 
 
+def test_a_certificate_prints_as_a_table(model: sk.Transformer) -> None:
+    certificate = sk.certificate(model.config)
+    head, *rows, blank, verdict = str(certificate).splitlines()
+    assert head.split() == [
+        *("block", "norm²:", "least", "mean", "largest", "cosine", "eff.", "rank", "gradient²:", "mean", "largest")
+    ]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert rows[0].split()[1:4] == ["1", "1", "1"]
+    assert (blank, verdict) == ("", certificate.verdict.text)
+    assert certificate._repr_html_().count("<tr>") == 6
+    assert len(str(sk.certificate(sk.preset("depth/e-spa-108"))).splitlines()) <= 18
+
+
+def test_an_inspection_prints_as_a_table_and_draws_itself(model: sk.Transformer, tokens, tmp_path: Path) -> None:
+    found = sk.inspect(model, tokens)
+    head, *rows, blank, verdict = str(found).splitlines()
+    assert head.startswith("block")
+    assert len(rows) == 5
+    assert (blank, verdict) == ("", f"Transformer: {found.verdict.text}")
+    assert found._repr_html_().endswith(f"<p>Transformer: {found.verdict.text}</p>")
+    figure = found.figure(tmp_path / "inspect.png")
+    assert (tmp_path / "inspect.png").read_bytes().startswith(b"\x89PNG")
+    assert len(figure.axes) == len(found.figure().axes) >= 8
+    with pytest.raises(ValueError, match=r"inspect.jpg; the name must end in .png, .pdf, .svg"):
+        found.figure(tmp_path / "inspect.jpg")
+
+
+def test_a_certificate_draws_itself(model: sk.Transformer, tmp_path: Path) -> None:
+    figure = sk.certificate(model).figure(str(tmp_path / "certificate.svg"))
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        *("squared norm, mean and range", "mean cosine", "effective rank", "squared gradient norm")
+    ]
+    assert "<svg" in (tmp_path / "certificate.svg").read_text()
+
+
 def test_a_transformer_s_certificate_is_its_configuration_s(model: sk.Transformer) -> None:
     assert sk.certificate(model) == sk.certificate(model.config)
 

@@ -10,16 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from skipless import files as skipless_files
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 INTERRUPTED = 130
 written: list[Path] = []  # files that this process has finished writing
@@ -121,12 +121,14 @@ def write_whole(path: Path, data: bytes) -> None:
     written.append(path)
 
 
-def print_table(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
+def print_table(console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
     """A ruled table in a terminal, aligned plain text elsewhere. Numbers to the right; styles colour last cells."""
     if not console.is_terminal:
-        for line in _aligned([head, *rows]):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(text_table(head, rows), markup=False, highlight=False, soft_wrap=True)
         return
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column, title in enumerate(head):
         table.add_column(title, justify="right" if _numeric(rows, column) else "left")
@@ -135,16 +137,32 @@ def print_table(console: Console, head: Sequence[str], rows: Sequence[Sequence[s
     console.print(table)
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = [_numeric(rows[1:], column) for column in range(len(widths))]
-    return [
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned plain text, numbers to the right."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    right = [_numeric(rows, column) for column in range(len(widths))]
+    return "\n".join(
         "  ".join(
             cell.rjust(width) if flush else cell.ljust(width)
-            for cell, width, flush in zip(row, widths, right, strict=True)
+            for cell, width, flush in zip(line, widths, right, strict=True)
         ).rstrip()
-        for row in rows
-    ]
+        for line in lines
+    )
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same for a notebook."""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def number(value: float | None) -> str:
+    """A table's cell: three digits, or four behind the point between 0.1 and 1; a dash where there is no number."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1 else f"{value:.3g}"
 
 
 def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:

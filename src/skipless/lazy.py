@@ -28,4 +28,11 @@ def exports(
 
 def later(module: str, name: str) -> Any:
     """A function of a layer above: `Inspection.figure` draws with skipless.figures, which imports Inspection."""
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        raise ModuleNotFoundError(
+            "figures need matplotlib: pip install 'skipless[plot]'", name="matplotlib"
+        ) from missing

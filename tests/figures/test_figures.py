@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from skipless.figures import kernels
-from skipless.figures.kernels import GridRow, Heading, InputSignal, study
+from skipless.figures.kernels import GridRow, Heading
 from skipless.figures.style import STYLE, render, verdict_mark
+from skipless.inspection import studies
+from skipless.inspection.studies import InputSignal, study
 from skipless.theory.certificate import Verdict
 
 HEADING = Heading("Title", "γ_L in a subtitle")
@@ -14,16 +16,16 @@ BLOCKS = (0, 1, 6)
 
 
 @pytest.fixture(scope="module")
-def studies():
+def studied():
     signal = InputSignal(0.02, 20)
-    return [study(network, signal) for network in kernels.networks(6, signal)]
+    return [study(network, signal) for network in studies.networks(6, signal)]
 
 
 @pytest.fixture(scope="module")
-def rows(studies):
+def rows(studied):
     return [
         GridRow(s.network.label, s.network.details(), {b: s.normalised(b) for b in BLOCKS}, s.certificate.verdict)
-        for s in studies
+        for s in studied
     ]
 
 
@@ -31,13 +33,13 @@ def words(figure) -> list[str]:
     return [text.get_text() for text in figure.texts]
 
 
-def test_grid_has_a_panel_per_network_and_block_and_one_scale(rows, studies) -> None:
+def test_grid_has_a_panel_per_network_and_block_and_one_scale(rows, studied) -> None:
     figure = kernels.kernel_grid(rows, HEADING)
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == len(figure.axes) - 1 == 7 * 3
     assert {panel.images[0].get_clim() for panel in panels} == {(0.0, 1.0)}
     for number, panel in enumerate(panels):
-        expected = studies[number // 3].normalised(BLOCKS[number % 3])
+        expected = studied[number // 3].normalised(BLOCKS[number % 3])
         np.testing.assert_array_equal(panel.images[0].get_array(), expected)
 
 
@@ -55,8 +57,8 @@ def test_verdicts_differ_by_shape_as_well_as_colour() -> None:
     assert len({glyph for glyph, _ in marks}) == len(kinds)
 
 
-def test_portrait_holds_kernels_and_the_certificates_curves(rows, studies) -> None:
-    certificate = studies[2].certificate
+def test_portrait_holds_kernels_and_the_certificates_curves(rows, studied) -> None:
+    certificate = studied[2].certificate
     figure = kernels.network_portrait(rows[2], certificate, HEADING)
     curves = [axes for axes in figure.axes if axes.get_xlabel() == "block"]
     assert len([axes for axes in figure.axes if axes.images]) == 3
@@ -73,10 +75,10 @@ def test_kernels_without_cosines_are_drawn_hatched(rows) -> None:
 
 
 def test_input_kernels() -> None:
-    signals = kernels.token_signals(length=15)
+    signals = studies.token_signals(length=15)
     figure = kernels.input_kernels([s.kernel() for s in signals], [(str(s.repeat_rate), "") for s in signals], HEADING)
     panels = [axes for axes in figure.axes if axes.images]
-    assert len(panels) == len(kernels.TOKEN_RATES)
+    assert len(panels) == len(studies.TOKEN_RATES)
     np.testing.assert_array_equal(panels[0].images[0].get_array(), np.eye(15))
 
 

@@ -16,7 +16,7 @@ from skipless.inspection.inspect import inspect
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
-from skipless.theory.certificate import Band
+from skipless.theory.certificate import Thresholds
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
 
@@ -212,7 +212,7 @@ def test_assert_signal_preserved_takes_the_arguments_of_inspect():
     with pytest.raises(AssertionError, match=r"from block 4 on squared norms leave 0\.25 … 4 times"):
         skipless.assert_signal_preserved(model, ids, allow_drift=False)
     with pytest.raises(AssertionError, match="Norms explode at block 4"):
-        skipless.assert_signal_preserved(model, ids, band=Band(lost_norm=5.0))
+        skipless.assert_signal_preserved(model, ids, thresholds=Thresholds(lost_norm=5.0))
     first = [f"blocks.{index}" for index in range(3)]
     assert len(skipless.assert_signal_preserved(model, ids, blocks=first, allow_drift=False).blocks) == 4
 

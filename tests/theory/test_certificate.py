@@ -5,7 +5,7 @@ import pytest
 
 from skipless.theory import kernels
 from skipless.theory.activations import ShapedActivation
-from skipless.theory.certificate import Band, certify
+from skipless.theory.certificate import Thresholds, certify
 from skipless.theory.local_maps import variance_gain
 from skipless.theory.propagation import Attend, Chain, Mlp, Skip, sub_block
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
@@ -114,7 +114,7 @@ def test_vanishing_and_exploding_norms_are_named():
 
 def test_gradient_limits_are_judged_too():
     blocks = [Mlp(ShapedActivation("gelu"), 0.5)] * 3
-    verdict = certify(blocks, np.eye(T), normalised=True, band=Band(lost_gradient=10.0)).verdict
+    verdict = certify(blocks, np.eye(T), normalised=True, thresholds=Thresholds(lost_gradient=10.0)).verdict
     assert verdict.kind == "vanishing"
     assert "Gradients" in verdict.text
 
@@ -122,7 +122,7 @@ def test_gradient_limits_are_judged_too():
 @pytest.mark.parametrize(("gain", "kind"), [(0.5, "vanishing"), (3.0, "explosion")])
 def test_gradients_are_lost_at_the_first_block_on_their_way_back(gain, kind):
     found = certify(
-        [Mlp(ShapedActivation("gelu"), gain)] * 9, np.eye(T), normalised=True, band=Band(lost_gradient=30.0)
+        [Mlp(ShapedActivation("gelu"), gain)] * 9, np.eye(T), normalised=True, thresholds=Thresholds(lost_gradient=30.0)
     )
     assert (found.verdict.kind, "Gradients" in found.verdict.text) == (kind, True)
     lost = [not 1 / 30 < report.backward_mean < 30 for report in found.reports]

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from skipless import __version__
 from skipless.console import Progress, print_table, write_whole
-from skipless.figures.kernels import verdict_words
 from skipless.paper.demo import (
     DEMO,
     E_SPA,
@@ -52,7 +51,7 @@ def table(outcomes: Sequence[Outcome], reference: Counting) -> tuple[list[str], 
     training = f"training loss (mean of last {tail})" if tail > 1 else "training loss (last step)"
     head = ["network", "skips", "norms", training, "valid bits/byte", "signal at initialisation"]
     rows = [
-        [o.arm.label, o.arm.skips, o.arm.norms, f"{o.final:.2f}", f"{o.valid_bits:.2f}", verdict_words(o.verdict)]
+        [o.arm.label, o.arm.skips, o.arm.norms, f"{o.final:.2f}", f"{o.valid_bits:.2f}", o.verdict.words]
         for o in outcomes
     ]
     rows.append(["counting symbols", "", "", f"{reference.train:.2f}", f"{reference.valid_bits:.2f}", ""])
@@ -97,7 +96,7 @@ def as_json(outcomes: Sequence[Outcome], reference: Counting) -> dict[str, Any]:
                 "training_loss": outcome.final,
                 "training_loss_steps": outcome.tail,
                 "valid_bits_per_byte": outcome.valid_bits,
-                "verdict": verdict_words(outcome.verdict),
+                "verdict": outcome.verdict.words,
                 "losses": [round(float(loss), 4) for loss in outcome.losses],
             }
             for outcome in outcomes

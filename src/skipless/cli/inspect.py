@@ -21,7 +21,7 @@ from skipless.console import check_apart, check_figure, check_fits, check_target
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import open_corpus
 from skipless.inspection.inspect import inspect
-from skipless.inspection.inspection import BlockSignal, Inspection
+from skipless.inspection.inspection import Inspection
 from skipless.inspection.load import FAMILIES, build_family, open_pretrained
 from skipless.inspection.rounding import rounding, with_rounding
 from skipless.model import presets
@@ -118,29 +118,8 @@ def _nearest_width(name: str, sizes: Mapping[str, int]) -> str:
     return f"; use --width {2 * heads * max(round(width / (2 * heads)), 1)}"
 
 
-_MOST_ROWS = 16
 _BARS = "▁▂▃▄▅▆▇█"
 _HEAT = ("#2c7bb6", "#00a6ca", "#00ccbc", "#90eb9d", "#f9d057", "#f29e2e", "#e76818", "#d7191c")
-
-
-def table(found: Inspection) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: all blocks of a shallow network; else the ends, an even choice, and those around the verdict's."""
-    ours, rounded = found.blocks[0].predicted is not None, found.blocks[-1].rounding is not None
-    head = ["block", "norm²", "cosine", "eff. rank", "gradient²", "entropy", "on first", "qk grad", "kurtosis"]
-    head += ["rounding"] if rounded else []
-    head += ["theory: norm²", "cosine"] if ours else []
-    return head, [_row(found.blocks[block], ours, rounded) for block in chosen(found)]
-
-
-def chosen(found: Inspection) -> list[int]:
-    """Which blocks the table shows."""
-    last = found.blocks[-1].block
-    if last < _MOST_ROWS:
-        return list(range(last + 1))
-    even = {round(step * last / (_MOST_ROWS - 5)) for step in range(_MOST_ROWS - 4)}
-    at = found.verdict.block
-    near = set() if at is None else {block for block in (at - 1, at, at + 1) if 0 <= block <= last}
-    return sorted(even | near)
 
 
 def strips(found: Inspection) -> list[Text]:
@@ -155,20 +134,6 @@ def strips(found: Inspection) -> list[Text]:
     legend = Text("0 … depth; cosine to 1, norm² and gradient² in decades from the input's (3) and the output's (6)")
     legend.stylize("dim")
     return [*lines, legend]
-
-
-def _row(each: BlockSignal, ours: bool, rounded: bool) -> list[str]:
-    numbers = [each.norm_mean, each.cosine_mean, each.effective_rank, each.gradient_mean]
-    more = [each.attention_entropy, each.attention_first, each.query_key_gradient, each.kurtosis]
-    cells = [str(each.block), *map(_short, [*numbers, *more, *([each.rounding] if rounded else [])])]
-    predicted = each.predicted or {}
-    return cells + ([_short(predicted.get("norm")), _short(predicted.get("cosine"))] if ours else [])
-
-
-def _short(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    return f"{value:.4f}" if 0.1 <= abs(value) < 1 else f"{value:.3g}"
 
 
 def _decades(value: float | None, unit: float) -> float:
@@ -361,7 +326,7 @@ def run(
 
 def show(console: Console, found: Inspection) -> None:
     """The table, the strips by depth, the verdict and the advice."""
-    head, rows = table(found)
+    head, rows = found.table()
     print_table(console, head, rows, ["" for _ in rows])
     console.print()
     for line in strips(found):

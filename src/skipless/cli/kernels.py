@@ -18,8 +18,9 @@ from skipless import __version__
 from skipless.cli.kernel_request import Flags, Request, resolve
 from skipless.console import check_apart, check_figure, check_target, print_table, write_whole
 from skipless.figures import kernels as figures_kernels
-from skipless.figures.kernels import GridRow, Heading, InputSignal, Study, study, verdict_words
+from skipless.figures.kernels import GridRow, Heading
 from skipless.inspection.inspection import finite
+from skipless.inspection.studies import InputSignal, Study, study
 from skipless.theory import kernels
 from skipless.theory.certificate import BlockReport
 
@@ -93,7 +94,7 @@ def _of_many(studies: Sequence[Study], name: str) -> Report:
         span = f"{_short(at.diagonal_min)} – {_short(at.diagonal_max)}"
         gain = _short(each.certificate.reports[0].backward_mean)
         numbers = [f"{at.mean_cosine:.4f}", f"{at.effective_rank:.1f}", span, gain]
-        rows.append([each.network.label, *numbers, verdict_words(verdict)])
+        rows.append([each.network.label, *numbers, verdict.words])
         styles.append(_COLOURS.get(verdict.kind, "red"))
     legend = f"Mean cosine, effective rank and squared norms after block {last}; squared gradient norm at the input."
     closing = _drift_sentence(studies) if name == "fig6" else _sentence(studies, last)
@@ -102,9 +103,7 @@ def _of_many(studies: Sequence[Study], name: str) -> Report:
 
 def _sentence(studies: Sequence[Study], last: int) -> str:
     kept = [s.network.label for s in studies if not s.certificate.verdict.lost]
-    lost = [
-        f"{s.network.label} ({verdict_words(s.certificate.verdict)})" for s in studies if s.certificate.verdict.lost
-    ]
+    lost = [f"{s.network.label} ({s.certificate.verdict.words})" for s in studies if s.certificate.verdict.lost]
     parts = []
     if lost:
         parts.append(f"The signal dies in {len(lost)} of {len(studies)} networks: {'; '.join(lost)}.")

@@ -1,6 +1,7 @@
 """One picture of an inspection: kernels by depth, and every metric by block with theory's prediction where there is."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -8,7 +9,6 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from skipless.figures.kernels import verdict_words
 from skipless.figures.style import (
     BLUE,
     COSINE_COLOURS,
@@ -18,11 +18,12 @@ from skipless.figures.style import (
     ORANGE,
     VERMILION,
     Page,
+    saved,
     styled,
     verdict_mark,
 )
 from skipless.inspection.inspection import Inspection
-from skipless.theory.certificate import Band
+from skipless.theory.certificate import Thresholds
 
 _WIDTH, _LEFT, _PANELS = 12.2, 0.35, 9
 _GROUPS = {
@@ -35,7 +36,7 @@ _GROUPS = {
 
 
 @styled
-def inspection_figure(found: Inspection) -> Figure:
+def inspection_figure(found: Inspection, path: str | Path | None = None) -> Figure:
     """Kernels of one sequence above where they were kept; below, eight panels by block; the verdict's block marked."""
     words = _wrapped(found)
     top = 0.95 + 0.19 * len(words)
@@ -43,7 +44,7 @@ def inspection_figure(found: Inspection) -> Figure:
     page = Page(_WIDTH, top + strip + 5.6)
     glyph, colour = verdict_mark(found.verdict)
     page.heading(_LEFT, found.model, "\n".join(words))
-    mark = f"{glyph} {verdict_words(found.verdict)}"
+    mark = f"{glyph} {found.verdict.words}"
     page.text(_WIDTH - _LEFT, 0.22, mark, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
     if found.kernels is not None:
         _kernels(page, found, top)
@@ -57,7 +58,7 @@ def inspection_figure(found: Inspection) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         if found.verdict.block is not None:
             axes.axvline(found.verdict.block, color=colour, linewidth=1.0, linestyle=(0, (2, 2)), zorder=3)
-    return page.figure
+    return saved(page.figure, path)
 
 
 def _wrapped(found: Inspection, most: int = 150) -> list[str]:
@@ -99,7 +100,7 @@ def _cosine(axes: Axes, found: Inspection) -> None:
     axes.fill_between(block, spread[:, 0], spread[:, -1], color=BLUE, alpha=0.14, linewidth=0)
     axes.fill_between(block, spread[:, 1], spread[:, 3], color=BLUE, alpha=0.18, linewidth=0)
     axes.plot(_series(found, "cosine_mean"), color=BLUE)
-    axes.axhline(Band().collapse_cosine, color=VERMILION, linewidth=1.0)
+    axes.axhline(Thresholds().collapse_cosine, color=VERMILION, linewidth=1.0)
     _predicted(axes, found, "cosine")
     lowest = np.nanmin(np.append(spread[:, 0], 0.0))
     axes.set(title="cosine: mean, 25–75 %, 5–95 %", ylim=(float(lowest), 1.03))

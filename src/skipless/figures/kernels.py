@@ -1,8 +1,8 @@
-"""Figures of kernels over depth, and the studies of the paper's networks that they show."""
+"""Figures of kernels over depth: a grid of networks, one network with its certificate, Fig. 5 and Fig. 6."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,295 +11,8 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from skipless.figures.style import BLUE, COSINE_COLOURS, FAINT, INK, MUTED, VERMILION, Page, styled, verdict_mark
-from skipless.model.config import ModelConfig
-from skipless.model.transformer import kernel_blocks
-from skipless.theory import kernels as theory_kernels
-from skipless.theory import propagation
-from skipless.theory.activations import ShapedActivation
-from skipless.theory.certificate import Band, BlockReport, Certificate, Verdict, judge
-from skipless.theory.kernels import sample_tokens
-from skipless.theory.propagation import KernelLayer, NormPlacement, Skip
-from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA
-
-InputKind = Literal["sample", "average"]
-
-
-@dataclass(frozen=True)
-class InputSignal:
-    """The kernel that enters: of one sequence with repeated tokens ("sample"), or its mean ("average"). App. B."""
-
-    repeat_rate: float = 0.02
-    length: int = 100
-    kind: InputKind = "sample"
-    seed: int = 0
-
-    def kernel(self) -> np.ndarray:
-        """Σ_0: ones where tokens agree, or (1−r)I + r11ᵀ."""
-        if self.kind == "sample":
-            return theory_kernels.of_tokens(sample_tokens(self.repeat_rate, self.length, self.seed))
-        return theory_kernels.uniform(self.repeat_rate, self.length)
-
-    def describe(self) -> str:
-        """In words, for a subtitle."""
-        which = "one sequence" if self.kind == "sample" else "mean over sequences"
-        return f"T = {self.length} locations, repeat rate r = {self.repeat_rate:g} ({which})"
-
-
-@dataclass(frozen=True)
-class Network:
-    """A configuration with the name it has in a figure. start: the squared norm of its embedded tokens."""
-
-    label: str
-    config: ModelConfig
-    start: float = 1.0
-
-    def details(self) -> list[str]:
-        """What sets it apart, in words: attention, skips, norm, MLP."""
-        config = self.config
-        parts = [_attention_words(config), _skip_words(config.attention_skip), _norm_words(config)]
-        if config.hidden:
-            parts.append(f"{_activation_words(config)} MLP")
-            if config.mlp_skip != config.attention_skip:
-                parts.append(f"MLP {_skip_words(config.mlp_skip)}")
-        return parts
-
-
-@dataclass(frozen=True, eq=False)
-class Study:
-    """Σ_0 … Σ_L of a network for an input, and the certificate over them."""
-
-    network: Network
-    signal: InputSignal
-    states: Sequence[np.ndarray]
-    certificate: Certificate
-
-    def normalised(self, block: int) -> np.ndarray:
-        """Cosines after a block; NaN throughout where a norm is zero or not finite, since then there are none."""
-        kernel = self.states[block]
-        diagonal = np.diagonal(kernel)
-        if not (np.isfinite(kernel).all() and (diagonal > 0).all()):
-            return np.full_like(kernel, np.nan)
-        return theory_kernels.cosine(kernel)
-
-    def diagonals(self) -> np.ndarray:
-        """diag Σ_l, shaped (depth + 1, T)."""
-        return np.array([np.diagonal(kernel) for kernel in self.states])
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """A layer that tells when it has been passed, forward or backward."""
-
-    layer: KernelLayer
-    passed: Callable[[], None]
-
-    def forward(self, kernel: np.ndarray) -> np.ndarray:
-        out = self.layer.forward(kernel)
-        self.passed()
-        return out
-
-    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-        out = self.layer.backward(gradient, kernel)
-        self.passed()
-        return out
-
-
-def study(network: Network, signal: InputSignal, passed: Callable[[], None] = lambda: None) -> Study:
-    """Propagate and judge. `passed` is called twice per block: on the way forward and on the way back."""
-    blocks = [_Watched(block, passed) for block in kernel_blocks(network.config)]
-    states = propagation.forward(blocks, network.start * signal.kernel())
-    gains = propagation.backward(blocks, states)
-    certificate = judge(states, gains, normalised=network.config.norm != "none")
-    return Study(network, signal, states, certificate)
-
-
-def verdict_words(verdict: Verdict) -> str:
-    """A verdict in three or four words: "collapse at block 11"."""
-    if verdict.block is None:
-        return verdict.kind
-    return f"{verdict.kind} {'from' if verdict.kind == 'drift' else 'at'} block {verdict.block}"
-
-
-def _attention_words(config: ModelConfig) -> str:
-    scheme = config.scheme
-    if isinstance(scheme, ExponentialSPA):
-        return f"γ_L = {scheme.gamma_final:g}"
-    if isinstance(scheme, UniformSPA):
-        return f"ρ_L = {scheme.rho_final:g}"
-    if isinstance(scheme, StandardAttention):
-        return "ALiBi" if scheme.alibi_heads else "plain softmax"
-    return "identity attention"
-
-
-def _skip_words(skip: Skip) -> str:
-    if skip.shortcut == 0:
-        return "no skip"
-    if skip.shortcut == skip.residual == 1:
-        return "α = β = 1"
-    return f"α = {skip.shortcut:g}, β = {skip.residual:.3g}"
-
-
-def _norm_words(config: ModelConfig) -> str:
-    return {"none": "no norm", "pre": "RMSNorm in the branch", "post": "RMSNorm after the sum"}[config.norm]
-
-
-def _activation_words(config: ModelConfig) -> str:
-    shaped = config.shaped_activation
-    name = shaped.base.replace("_", " ")
-    return name if shaped == ShapedActivation(shaped.base) else f"shaped {name}"
-
-
-DEPTH = 100
-SIGNAL = InputSignal(repeat_rate=0.02, length=100)
-GAMMA_FINAL, RHO_FINAL = 0.005, 0.8
-
-CORRECTION_DEPTH = 36
-CORRECTION_SIGNAL = InputSignal(repeat_rate=0.05, length=100)
-CORRECTION_GAMMA = 0.02
-
-# Fig. 5's rates are not printed: none, 32k SentencePiece, Fig. 1's and characters are those the text speaks of.
-TOKEN_RATES = (0.0, 0.008, 0.02, 0.05)
-
-_HEADS = 8
-_USUAL = Skip(1.0, 1.0)
-
-
-def attention_only(
-    scheme: Scheme, depth: int, length: int, skip: Skip | None = None, norm: NormPlacement = "none"
-) -> ModelConfig:
-    """A network of attention blocks without MLPs."""
-    return ModelConfig(
-        depth=depth,
-        heads=_HEADS,
-        hidden=0,
-        length=length,
-        scheme=scheme,
-        attention_skip=skip or Skip(),
-        norm=norm,
-        position="none",
-        activation="identity",
-    )
-
-
-def networks(
-    depth: int = DEPTH, signal: InputSignal = SIGNAL, gamma_final: float = GAMMA_FINAL, rho_final: float = RHO_FINAL
-) -> list[Network]:
-    """The seven rows of Fig. 7, top to bottom."""
-    alibi, rate = StandardAttention(alibi_heads=_HEADS), signal.repeat_rate
-
-    def row(label: str, scheme: Scheme, skip: Skip | None = None, norm: NormPlacement = "none") -> Network:
-        return Network(label, attention_only(scheme, depth, signal.length, skip, norm))
-
-    return [
-        row("Standard", alibi),
-        row("U-SPA", UniformSPA(rho_final, rate)),
-        row("E-SPA", ExponentialSPA(gamma_final, rate)),
-        row("Skipless + LN", alibi, norm="pre"),
-        row("Pre-LN", alibi, _USUAL, "pre"),
-        row("Pre-LN, α = 0.98", alibi, Skip.normalised(0.98), "pre"),
-        row("Post-LN", alibi, _USUAL, "post"),
-    ]
-
-
-def correction_networks(
-    depth: int = CORRECTION_DEPTH, signal: InputSignal = CORRECTION_SIGNAL, gamma_final: float = CORRECTION_GAMMA
-) -> list[Network]:
-    """The two lines of Fig. 6: E-SPA that assumes Σ_0 = I, and E-SPA corrected for repeated tokens."""
-    schemes = {
-        "Assuming no repeats": ExponentialSPA(gamma_final),
-        "Corrected for repeats": ExponentialSPA(gamma_final, signal.repeat_rate),
-    }
-    return [Network(label, attention_only(scheme, depth, signal.length)) for label, scheme in schemes.items()]
-
-
-def token_signals(length: int = SIGNAL.length, seed: int = 0) -> list[InputSignal]:
-    """The inputs of Fig. 5: sequences by repeat rate."""
-    return [replace(SIGNAL, repeat_rate=rate, length=length, seed=seed) for rate in TOKEN_RATES]
-
-
-def default_blocks(depth: int) -> list[int]:
-    """Blocks to show: the input, the first, then 5, 10, 25, 50 and 100% of the depth."""
-    return sorted({0, 1, *(max(1, round(share * depth)) for share in (0.05, 0.1, 0.25, 0.5, 1.0))})
-
-
-def draw_curves(frames: Sequence[Axes], certificate: Certificate) -> None:
-    """Into four axes: norms, mean cosine, effective rank, gradient norms; the verdict's block is marked."""
-    reports = certificate.reports
-    draw_norms(frames[0], reports)
-    draw_cosine(frames[1], reports)
-    draw_rank(frames[2], reports)
-    draw_gradients(frames[3], reports)
-    for axes in frames:
-        axes.set(xlabel="block", xlim=(0, reports[-1].block))
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        axes.grid(axis="y")
-        if certificate.verdict.block is not None:
-            colour = verdict_mark(certificate.verdict)[1]
-            axes.axvline(certificate.verdict.block, color=colour, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-
-
-def draw_norms(axes: Axes, reports: Sequence[BlockReport]) -> None:
-    """diag Σ_l: mean over locations and the range from smallest to largest."""
-    low, mean, high = (_series(reports, f"diagonal_{which}") for which in ("min", "mean", "max"))
-    block = np.arange(len(reports))
-    axes.fill_between(block, low, high, color=BLUE, alpha=0.18, linewidth=0)
-    axes.plot(block, mean, color=BLUE)
-    axes.set_title("squared norm, mean and range")
-    _log_if_wide(axes, low, high)
-
-
-def draw_cosine(axes: Axes, reports: Sequence[BlockReport]) -> None:
-    """Mean cosine off the diagonal, and the level that counts as collapse."""
-    axes.axhline(Band().collapse_cosine, color=VERMILION, linewidth=1.0)
-    axes.annotate(
-        "collapse",
-        (1, Band().collapse_cosine),
-        (0, -3),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        color=VERMILION,
-        fontsize=8,
-        ha="right",
-        va="top",
-    )
-    axes.plot(_series(reports, "mean_cosine"), color=BLUE)
-    axes.set(title="mean cosine", ylim=(min(0.0, float(np.nanmin(_series(reports, "mean_cosine")))), 1.03))
-
-
-def draw_rank(axes: Axes, reports: Sequence[BlockReport]) -> None:
-    """Effective rank of Σ_l, on a logarithmic axis that ends at 1."""
-    axes.plot(_series(reports, "effective_rank"), color=BLUE)
-    axes.set(title="effective rank", yscale="log", ylim=(0.9, None))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-
-
-def draw_gradients(axes: Axes, reports: Sequence[BlockReport]) -> None:
-    """Squared gradient norm before each block, relative to the output's: mean and largest over locations."""
-    mean, most = _series(reports, "backward_mean"), _series(reports, "backward_max")
-    block = np.arange(len(reports))
-    axes.plot(block, most, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="largest")
-    axes.plot(block, mean, color=BLUE, label="mean")
-    axes.set_title("squared gradient norm")
-    axes.legend(frameon=False, fontsize=8, handlelength=1.8)
-    _log_if_wide(axes, mean, most)
-
-
-def _series(reports: Sequence[BlockReport], name: str) -> np.ndarray:
-    return np.array([getattr(report, name) for report in reports])
-
-
-def _log_if_wide(axes: Axes, low: np.ndarray, high: np.ndarray) -> None:
-    """A linear axis from 0, unless the values span more than a factor of 20."""
-    shown = np.concatenate([low, high])
-    shown = shown[np.isfinite(shown) & (shown > 0)]
-    if len(shown) and shown.max() / shown.min() > 20:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, None)
-
+from skipless.figures.style import BLUE, COSINE_COLOURS, FAINT, INK, MUTED, VERMILION, Page, saved, styled, verdict_mark
+from skipless.theory.certificate import BlockReport, Certificate, Thresholds, Verdict
 
 # Inches. A panel of 1 inch at 200 dots per inch shows each of 100 locations as 2×2 whole pixels.
 _PANEL, _GAP, _CAPTION = 1.0, 0.12, 0.24
@@ -355,15 +68,28 @@ def network_portrait(row: GridRow, certificate: Certificate, heading: Heading) -
     page = Page(width, below + 4.0)
     page.heading(_LEFT, heading.title, heading.subtitle)
     glyph, colour = verdict_mark(row.verdict)
-    words = f"{glyph} {verdict_words(row.verdict)}"
+    words = f"{glyph} {row.verdict.words}"
     page.text(width - _LEFT, 0.22, words, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
     _column_heads(page, _LEFT, 1.25, blocks, panel)
     _strip(page, row.cosines, _LEFT, 1.25, panel)
     colour_bar(page, (_LEFT, below + 0.4, 3.4), _BAR_WORDS, _lowest([row]))
-    each = (width - _LEFT - 0.25) / 4
-    frames = [page.axes(_LEFT + 0.35 + i * each, below + 1.3, each - 0.6, 2.1) for i in range(4)]
-    draw_curves(frames, certificate)
+    _curves(page, below + 1.3, certificate)
     return page.figure
+
+
+@styled
+def certificate_figure(certificate: Certificate, path: str | Path | None = None) -> Figure:
+    """The certificate's curves in a row under its verdict."""
+    width = 12.2
+    page = Page(width, 4.1)
+    page.heading(
+        _LEFT, f"The signal through {certificate.reports[-1].block} blocks, in theory", certificate.verdict.text
+    )
+    glyph, colour = verdict_mark(certificate.verdict)
+    words = f"{glyph} {certificate.verdict.words}"
+    page.text(width - _LEFT, 0.22, words, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
+    _curves(page, 1.35, certificate)
+    return saved(page.figure, path)
 
 
 @styled
@@ -401,6 +127,86 @@ def diagonal_by_depth(diagonals: dict[str, np.ndarray], heading: Heading) -> Fig
     return page.figure
 
 
+def _curves(page: Page, top: float, certificate: Certificate) -> None:
+    """Side by side: norms, mean cosine, effective rank, gradient norms; the verdict's block is marked."""
+    each = (page.width - _LEFT - 0.25) / 4
+    frames = [page.axes(_LEFT + 0.35 + i * each, top, each - 0.6, 2.1) for i in range(4)]
+    reports = certificate.reports
+    _norms(frames[0], reports)
+    _cosine(frames[1], reports)
+    _rank(frames[2], reports)
+    _gradients(frames[3], reports)
+    for axes in frames:
+        axes.set(xlabel="block", xlim=(0, reports[-1].block))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        axes.grid(axis="y")
+        if certificate.verdict.block is not None:
+            colour = verdict_mark(certificate.verdict)[1]
+            axes.axvline(certificate.verdict.block, color=colour, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+
+
+def _norms(axes: Axes, reports: Sequence[BlockReport]) -> None:
+    """diag Σ_l: mean over locations and the range from smallest to largest."""
+    low, mean, high = (_series(reports, f"diagonal_{which}") for which in ("min", "mean", "max"))
+    block = np.arange(len(reports))
+    axes.fill_between(block, low, high, color=BLUE, alpha=0.18, linewidth=0)
+    axes.plot(block, mean, color=BLUE)
+    axes.set_title("squared norm, mean and range")
+    _log_if_wide(axes, low, high)
+
+
+def _cosine(axes: Axes, reports: Sequence[BlockReport]) -> None:
+    """Mean cosine off the diagonal, and the level that counts as collapse."""
+    axes.axhline(Thresholds().collapse_cosine, color=VERMILION, linewidth=1.0)
+    axes.annotate(
+        "collapse",
+        (1, Thresholds().collapse_cosine),
+        (0, -3),
+        xycoords=axes.get_yaxis_transform(),
+        textcoords="offset points",
+        color=VERMILION,
+        fontsize=8,
+        ha="right",
+        va="top",
+    )
+    axes.plot(_series(reports, "mean_cosine"), color=BLUE)
+    axes.set(title="mean cosine", ylim=(min(0.0, float(np.nanmin(_series(reports, "mean_cosine")))), 1.03))
+
+
+def _rank(axes: Axes, reports: Sequence[BlockReport]) -> None:
+    """Effective rank of Σ_l, on a logarithmic axis that ends at 1."""
+    axes.plot(_series(reports, "effective_rank"), color=BLUE)
+    axes.set(title="effective rank", yscale="log", ylim=(0.9, None))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _gradients(axes: Axes, reports: Sequence[BlockReport]) -> None:
+    """Squared gradient norm before each block, relative to the output's: mean and largest over locations."""
+    mean, most = _series(reports, "backward_mean"), _series(reports, "backward_max")
+    block = np.arange(len(reports))
+    axes.plot(block, most, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="largest")
+    axes.plot(block, mean, color=BLUE, label="mean")
+    axes.set_title("squared gradient norm")
+    axes.legend(frameon=False, fontsize=8, handlelength=1.8)
+    _log_if_wide(axes, mean, most)
+
+
+def _series(reports: Sequence[BlockReport], name: str) -> np.ndarray:
+    return np.array([getattr(report, name) for report in reports])
+
+
+def _log_if_wide(axes: Axes, low: np.ndarray, high: np.ndarray) -> None:
+    """A linear axis from 0, unless the values span more than a factor of 20."""
+    shown = np.concatenate([low, high])
+    shown = shown[np.isfinite(shown) & (shown > 0)]
+    if len(shown) and shown.max() / shown.min() > 20:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, None)
+
+
 def _show(axes: Axes, kernel: np.ndarray) -> None:
     """A matrix without ticks; not a number is drawn hatched."""
     axes.set_facecolor("white")
@@ -435,7 +241,7 @@ def _row_verdict(page: Page, verdict: Verdict, left: float, top: float) -> None:
     glyph, colour = verdict_mark(verdict)
     middle = top + _PANEL / 2
     page.text(left, middle, glyph, fontsize=17, color=colour, va="center")
-    kind, _, where = verdict_words(verdict).partition(" ")
+    kind, _, where = verdict.words.partition(" ")
     words = f"{kind}\n{where}" if where else kind
     page.text(left + 0.32, middle, words, fontsize=10, fontweight="bold", color=colour, va="center", linespacing=1.3)
 

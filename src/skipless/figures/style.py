@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -11,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from skipless.console import FIGURE_SUFFIXES
+from skipless.files import write_whole
 from skipless.theory.certificate import Verdict
 
 INK, MUTED, FAINT = "#1b1f24", "#5f6871", "#d5d9de"
@@ -96,6 +99,17 @@ class Page:
 def with_subscripts(words: str) -> str:
     """γ_L and ρ_L set as mathematics."""
     return words.replace("γ_L", r"$\gamma_L$").replace("ρ_L", r"$\rho_L$")
+
+
+def saved(figure: Figure, path: str | Path | None) -> Figure:
+    """The figure, written to `path` where one is given: .png, .pdf or .svg by its name."""
+    if path is None:
+        return figure
+    path = Path(path)
+    if path.suffix.lower() not in FIGURE_SUFFIXES:
+        raise ValueError(f"the figure's path is {path}; the name must end in {', '.join(FIGURE_SUFFIXES)}")
+    write_whole(path, render(figure, path.suffix.lower()))
+    return figure
 
 
 def render(figure: Figure, suffix: str, dpi: int = 200) -> bytes:

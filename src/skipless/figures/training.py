@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import NullFormatter
 
-from skipless.figures.kernels import Heading, colour_bar, verdict_words
+from skipless.figures.kernels import Heading, colour_bar
 from skipless.figures.style import (
     BLUE,
     COSINE_COLOURS,
@@ -325,7 +325,7 @@ def _draw_row(page: Page, left: float, top: float, arm: ArmPicture, colour: str)
         )
     beside = last + _DEMO_PANEL + 0.14
     glyph, tint = verdict_mark(arm.verdict)
-    kind, _, where = verdict_words(arm.verdict).partition(" ")
+    kind, _, where = arm.verdict.words.partition(" ")
     page.text(beside, top + 0.14, arm.label, fontsize=9.5, fontweight="bold", color=colour, va="center")
     page.text(beside, top + 0.28, arm.details, fontsize=8, color=MUTED, va="top", linespacing=1.35)
     page.text(

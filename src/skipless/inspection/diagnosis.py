@@ -10,7 +10,7 @@ from torch import nn
 from skipless.inspection.inspection import BlockSignal
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
-from skipless.theory.certificate import Band, Verdict
+from skipless.theory.certificate import Thresholds, Verdict
 from skipless.theory.feasibility import round_up, smallest_gamma_final
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 
@@ -213,26 +213,28 @@ class Structure:
         return cls(len(blocks), shortcuts, norms, norms and constant)
 
 
-def diagnose(signals: Sequence[BlockSignal], structure: Structure, band: Band | None = None) -> tuple[Verdict, str]:
+def diagnose(
+    signals: Sequence[BlockSignal], structure: Structure, thresholds: Thresholds | None = None
+) -> tuple[Verdict, str]:
     """The verdict and what to change.
 
     A block that differs from its neighbours by orders of magnitude is a fault of that block, unless the forward signal
     was lost before it; otherwise the first block where it is lost, collapse before norms before gradients.
     """
-    band = band or Band()
-    lost = _first(signals, structure, band, (_broken, _collapsed, _norms_lost))
+    limits = thresholds or Thresholds()
+    lost = _first(signals, structure, limits, (_broken, _collapsed, _norms_lost))
     fault = first_fault(signals)
     if fault is not None and (lost is None or lost.block is None or fault.block <= lost.block):
         return fault.verdict, fault.advice
-    verdict = lost or _first(signals, structure, band, (_gradients_lost,)) or _kept(signals, structure, band)
+    verdict = lost or _first(signals, structure, limits, (_gradients_lost,)) or _kept(signals, structure, limits)
     return verdict, advise(verdict, signals, structure) if verdict.kind != "preserved" else ""
 
 
-def _first(signals: Sequence[BlockSignal], structure: Structure, band: Band, rules: Sequence) -> Verdict | None:
-    return next((found for rule in rules if (found := rule(signals, structure, band)) is not None), None)
+def _first(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds, rules: Sequence) -> Verdict | None:
+    return next((found for rule in rules if (found := rule(signals, structure, limits)) is not None), None)
 
 
-def _broken(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
     for each in signals:
         if not math.isfinite(each.norm_max):
             return Verdict("explosion", each.block, f"Activations are not finite {_at(each)}.")
@@ -244,31 +246,31 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, band: Band) ->
     return None
 
 
-def _collapsed(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+def _collapsed(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
     for each in signals:
-        if each.cosine_mean > band.collapse_cosine:
+        if each.cosine_mean > limits.collapse_cosine:
             text = f"Rank collapse {_at(each)}: the mean cosine between locations is {each.cosine_mean:.4f}"
             text += f", the effective rank {each.effective_rank:.1f}" if math.isfinite(each.effective_rank) else ""
             return Verdict("collapse", each.block, f"{text}.{_query_key_words(signals, each.block)}")
     return None
 
 
-def _norms_lost(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+def _norms_lost(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
     """Relative to what enters; a stream that is normalised on its way into each branch is free to grow."""
     if structure.norms:
         return None
     start = signals[0].norm_mean
     for each in signals[1:]:
-        if each.norm_max > band.lost_norm * start:
+        if each.norm_max > limits.lost_norm * start:
             text = f"Norms explode {_at(each)}: squared norm {each.norm_max / start:.3g} times the input's."
             return Verdict("explosion", each.block, text)
-        if each.norm_mean < start / band.lost_norm:
+        if each.norm_mean < start / limits.lost_norm:
             text = f"Norms vanish {_at(each)}: squared norm {each.norm_mean / start:.3g} times the input's."
             return Verdict("vanishing", each.block, text)
     return None
 
 
-def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict | None:
+def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
     """From the output backwards, the first block whose gradient is gone; the input's need only be finite."""
     for each in reversed(signals):
         gain = each.gradient_mean
@@ -278,23 +280,23 @@ def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, band: 
             continue
         if gain == 0:
             return Verdict("vanishing", each.block, f"Gradients are all zero {_at(each)}.")
-        if not gain < band.lost_gradient:
+        if not gain < limits.lost_gradient:
             text = f"Gradients explode {_at(each)}: squared gradient norm {gain:.3g} times the output's."
             return Verdict("explosion", each.block, text)
-        if not gain > 1 / band.lost_gradient:
+        if not gain > 1 / limits.lost_gradient:
             text = f"Gradients vanish {_at(each)}: squared gradient norm {gain:.3g} times the output's."
             return Verdict("vanishing", each.block, text)
     return None
 
 
-def _kept(signals: Sequence[BlockSignal], structure: Structure, band: Band) -> Verdict:
+def _kept(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict:
     last, start = signals[-1], signals[0].norm_mean
-    low, high = start / band.drift, start * band.drift
+    low, high = start / limits.drift, start * limits.drift
     drifting = [each for each in signals[1:] if not low <= each.norm_min <= each.norm_max <= high]
     if drifting and not structure.norms:
         text = (
             f"The signal survives all {last.block} blocks, but from block {drifting[0].block} on squared norms leave "
-            f"{1 / band.drift:g} … {band.drift:g} times the input's: they end in "
+            f"{1 / limits.drift:g} … {limits.drift:g} times the input's: they end in "
             f"{last.norm_min / start:.3g} … {last.norm_max / start:.3g}."
         )
         return Verdict("drift", drifting[0].block, text)

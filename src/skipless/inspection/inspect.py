@@ -20,7 +20,7 @@ from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.statistics import ActivationStats, Wanted, predict
 from skipless.model import transformer
 from skipless.model.transformer import Transformer
-from skipless.theory.certificate import Band
+from skipless.theory.certificate import Thresholds
 
 Batch = Tensor | Mapping[str, Any] | tuple
 
@@ -205,7 +205,7 @@ def inspect(
     labels: Tensor | None = None,
     loss: Loss | None = None,
     keep_kernels: bool = True,
-    band: Band | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Inspection:
     """Measure what every block does to the signal and to its gradient, and say in words where it is lost, if it is.
 
@@ -216,7 +216,7 @@ def inspect(
     labels: gradients are then of the cross-entropy (next-token for causal language models, −100 ignored); loss, of
         loss(output). With neither, they are of one independent random unit gradient per location at the last block's
         output, which is what theory predicts.
-    band: what counts as lost.
+    thresholds: what counts as lost.
     """
     name = str(model) if isinstance(model, str | Path) else type(unwrapped(model)).__name__
     if isinstance(model, str | Path):
@@ -234,7 +234,7 @@ def inspect(
     signals, locations = assemble(recorder, taken.groups)
     if theory:
         signals = _with_theory(signals, _native(model), recorder)
-    verdict, advice = diagnose(signals, Structure.of(model, found, signals), band)
+    verdict, advice = diagnose(signals, Structure.of(model, found, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
     return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations)
 
@@ -375,13 +375,13 @@ def assert_signal_preserved(
     labels: Tensor | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     allow_drift: bool = True,
-    band: Band | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Inspection:
     """Raise AssertionError unless the signal survives every block; return the inspection. Arguments as of inspect.
 
     allow_drift=False also refuses squared norms outside 1/4 … 4 of the input's, in networks without norms.
     """
-    found = inspect(model, batch, blocks=blocks, labels=labels, loss=loss, keep_kernels=False, band=band)
+    found = inspect(model, batch, blocks=blocks, labels=labels, loss=loss, keep_kernels=False, thresholds=thresholds)
     kind = found.verdict.kind
     if kind == "preserved" or (kind == "drift" and allow_drift):
         return found

@@ -3,11 +3,18 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skipless.theory.certificate import Verdict
+from skipless import lazy
+from skipless.console import html_table, number, text_table
+from skipless.theory.certificate import Verdict, blocks_shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class BlockSignal:
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """All blocks of one network on one batch, the verdict, and kernels of one sequence for the eye.
+    """All blocks of one network on one batch, the verdict, and kernels of one sequence for the eye. Printed, a table.
 
     kernels: (blocks+1, t, t) cosines of the first row, at most 128 locations; None if not kept.
     advice: what to change, in plain words, empty when healthy.
@@ -85,6 +92,33 @@ class Inspection:
     def healthy(self) -> bool:
         """Whether the signal reaches the end: preserved, or merely drifting."""
         return not self.verdict.lost
+
+    def __str__(self) -> str:
+        return f"{text_table(*self.table())}\n\n{self.model}: {self.verdict.text}\n{self.advice}".rstrip()
+
+    def _repr_html_(self) -> str:
+        words = f"{self.model}: {self.verdict.text} {self.advice}".rstrip()
+        return f"{html_table(*self.table())}<p>{escape(words)}</p>"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Head and rows: all blocks of a shallow network, else a choice of them."""
+        ours, rounded = self.blocks[0].predicted is not None, self.blocks[-1].rounding is not None
+        head = ["block", "norm²", "cosine", "eff. rank", "gradient²", "entropy", "on first", "qk grad", "kurtosis"]
+        head += ["rounding"] if rounded else []
+        head += ["theory: norm²", "cosine"] if ours else []
+        rows = []
+        for each in (self.blocks[block] for block in blocks_shown(self.blocks[-1].block, self.verdict)):
+            numbers = [each.norm_mean, each.cosine_mean, each.effective_rank, each.gradient_mean]
+            numbers += [each.attention_entropy, each.attention_first, each.query_key_gradient, each.kurtosis]
+            numbers += [each.rounding] if rounded else []
+            predicted = each.predicted or {}
+            numbers += [predicted.get("norm"), predicted.get("cosine")] if ours else []
+            rows.append([str(each.block), *map(number, numbers)])
+        return head, rows
+
+    def figure(self, path: str | Path | None = None) -> "Figure":
+        """Kernels by depth and every number by block, drawn by matplotlib; written to `path` (.png, .pdf, .svg) too."""
+        return lazy.later("skipless.figures.inspection", "inspection_figure")(self, path)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; kernels as nested lists of three digits."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from skipless.figures.kernels import verdict_words
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.theory import kernels
 from skipless.theory.certificate import Verdict, judge
@@ -318,7 +317,7 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
     lost = [inspection for inspection in inspections if inspection.verdict.lost]
     if len(inspections) == 1:
         inspection = inspections[0]
-        where = "" if inspection.verdict.block is None else f" ({verdict_words(inspection.verdict)})"
+        where = "" if inspection.verdict.block is None else f" ({inspection.verdict.words})"
         return f"{'The signal is lost' if lost else 'The signal reaches the end'}{where}."
     if not lost:
         return f"The signal reaches the end of {'both' if len(inspections) == 2 else 'all'} networks."

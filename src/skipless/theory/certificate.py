@@ -2,20 +2,27 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from dataclasses import asdict, astuple, dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from skipless import lazy
+from skipless.console import html_table, number, text_table
 from skipless.theory import kernels, propagation
 from skipless.theory.local_maps import OutOfReach
 from skipless.theory.propagation import KernelLayer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing"]
 
 
 @dataclass(frozen=True)
-class Band:
+class Thresholds:
     """What counts as lost. Norms and gradients are squared and relative to 1, the value every method aims at.
 
     The cosine's limit lies between networks that train (E-SPA with TAT ends at .993) and those that cannot (skipless
@@ -48,7 +55,7 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """preserved, drift (norms leave the band but nothing is lost), collapse, explosion or vanishing."""
+    """preserved, drift (norms leave the thresholds but nothing is lost), collapse, explosion or vanishing."""
 
     kind: VerdictKind
     block: int | None
@@ -59,37 +66,69 @@ class Verdict:
         """Whether the signal is lost, as opposed to preserved or merely drifting."""
         return self.kind not in ("preserved", "drift")
 
+    @property
+    def words(self) -> str:
+        """In three or four words: "collapse at block 11"."""
+        if self.block is None:
+            return self.kind
+        return f"{self.kind} {'from' if self.kind == 'drift' else 'at'} block {self.block}"
+
 
 @dataclass(frozen=True)
 class Certificate:
-    """One BlockReport per block, input first, and the verdict over them."""
+    """One BlockReport per block, input first, and the verdict over them. Printed, it is a table."""
 
     reports: tuple[BlockReport, ...]
     verdict: Verdict
+
+    def __str__(self) -> str:
+        return f"{text_table(*self._table())}\n\n{self.verdict.text}"
+
+    def _repr_html_(self) -> str:
+        return f"{html_table(*self._table())}<p>{escape(self.verdict.text)}</p>"
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        head = ["block", "norm²: least", "mean", "largest", "cosine", "eff. rank", "gradient²: mean", "largest"]
+        shown = [self.reports[block] for block in blocks_shown(self.reports[-1].block, self.verdict)]
+        return head, [[str(each.block), *map(number, astuple(each)[1:])] for each in shown]
+
+    def figure(self, path: str | Path | None = None) -> "Figure":
+        """Norms, cosine, rank and gradients by block, drawn by matplotlib; written to `path` (.png, .pdf, .svg) too."""
+        return lazy.later("skipless.figures.kernels", "certificate_figure")(self, path)
 
     def as_dict(self) -> dict:
         """Plain data, ready for JSON."""
         return asdict(self)
 
 
+def blocks_shown(last: int, verdict: Verdict, most: int = 16) -> list[int]:
+    """Rows of a table by block: all of a shallow network; else the ends, an even choice, and those by the verdict's."""
+    if last < most:
+        return list(range(last + 1))
+    even = {round(step * last / (most - 5)) for step in range(most - 4)}
+    at = verdict.block
+    near = set() if at is None else {block for block in (at - 1, at, at + 1) if 0 <= block <= last}
+    return sorted(even | near)
+
+
 def certify(
-    blocks: Sequence[KernelLayer], kernel: np.ndarray, *, normalised: bool = False, band: Band | None = None
+    blocks: Sequence[KernelLayer], kernel: np.ndarray, *, normalised: bool = False, thresholds: Thresholds | None = None
 ) -> Certificate:
     """Propagate Σ_0 through the blocks and judge; the reports end where norms are lost, if they are.
 
     normalised says that every branch starts or ends with a norm, so that the diagonal of the stream is free to grow
     (as in Pre-LN) and is not judged.
     """
-    band = band or Band()
+    thresholds = thresholds or Thresholds()
 
     def lost(state: np.ndarray) -> bool:
-        return not normalised and not np.diagonal(state).max() < band.lost_norm
+        return not normalised and not np.diagonal(state).max() < thresholds.lost_norm
 
     try:
         states = propagation.forward(blocks, kernel, stop=lost)
-        return judge(states, propagation.backward(blocks, states), normalised=normalised, band=band)
+        return judge(states, propagation.backward(blocks, states), normalised=normalised, thresholds=thresholds)
     except OutOfReach:
-        found = judge(*_within_reach(blocks, kernel), normalised=normalised, band=band)
+        found = judge(*_within_reach(blocks, kernel), normalised=normalised, thresholds=thresholds)
     last = found.reports[-1]
     text = (
         f"Norms grow beyond what theory can follow in block {last.block + 1}: the squared norm before it is "
@@ -116,7 +155,7 @@ def judge(
     gains: Sequence[np.ndarray],
     *,
     normalised: bool = False,
-    band: Band | None = None,
+    thresholds: Thresholds | None = None,
 ) -> Certificate:
     """The certificate of kernels Σ_0 … Σ_L and backward gains per location, predicted or measured."""
     if len(states[0]) < 2:
@@ -124,7 +163,7 @@ def judge(
     reports = tuple(
         _report(block, kernel, gain) for block, (kernel, gain) in enumerate(zip(states, gains, strict=True))
     )
-    return Certificate(reports, _verdict(reports, normalised, band or Band()))
+    return Certificate(reports, _verdict(reports, normalised, thresholds or Thresholds()))
 
 
 def _report(block: int, kernel: np.ndarray, gain: np.ndarray) -> BlockReport:
@@ -142,19 +181,19 @@ def _report(block: int, kernel: np.ndarray, gain: np.ndarray) -> BlockReport:
     )
 
 
-def _verdict(reports: Sequence[BlockReport], normalised: bool, band: Band) -> Verdict:
-    forward = (_lost_forward(report, normalised, band) for report in reports[1:])
-    backward = (_lost_backward(report, band) for report in reversed(reports[1:]))
+def _verdict(reports: Sequence[BlockReport], normalised: bool, limits: Thresholds) -> Verdict:
+    forward = (_lost_forward(report, normalised, limits) for report in reports[1:])
+    backward = (_lost_backward(report, limits) for report in reversed(reports[1:]))
     if loss := next((verdict for verdict in (*forward, *backward) if verdict), None):
         return loss
     last = reports[-1]
     for report in reports[1:]:
-        if not normalised and not 1 / band.drift <= report.diagonal_min <= report.diagonal_max <= band.drift:
+        if not normalised and not 1 / limits.drift <= report.diagonal_min <= report.diagonal_max <= limits.drift:
             return Verdict(
                 "drift",
                 report.block,
                 f"The signal survives all {last.block} blocks, but from block {report.block} on squared norms leave "
-                f"[{1 / band.drift:g}, {band.drift:g}]: the diagonal ends in "
+                f"[{1 / limits.drift:g}, {limits.drift:g}]: the diagonal ends in "
                 f"[{last.diagonal_min:.3g}, {last.diagonal_max:.3g}]. In SPA calibration='exact' keeps it at 1.",
             )
     return Verdict(
@@ -165,26 +204,26 @@ def _verdict(reports: Sequence[BlockReport], normalised: bool, band: Band) -> Ve
     )
 
 
-def _lost_forward(report: BlockReport, normalised: bool, band: Band) -> Verdict | None:
+def _lost_forward(report: BlockReport, normalised: bool, limits: Thresholds) -> Verdict | None:
     """The way in which this block has lost the signal, if it has."""
     at = f"at block {report.block}"
-    if report.mean_cosine > band.collapse_cosine:
+    if report.mean_cosine > limits.collapse_cosine:
         text = f"Rank collapse {at}: the mean cosine between locations is {report.mean_cosine:.4f}."
         return Verdict("collapse", report.block, text)
-    if not normalised and not report.diagonal_max < band.lost_norm:
+    if not normalised and not report.diagonal_max < limits.lost_norm:
         return Verdict("explosion", report.block, f"Norms explode {at}: squared norm {report.diagonal_max:.3g}.")
-    if not normalised and not report.diagonal_mean > 1 / band.lost_norm:
+    if not normalised and not report.diagonal_mean > 1 / limits.lost_norm:
         return Verdict("vanishing", report.block, f"Norms vanish {at}: squared norm {report.diagonal_mean:.3g}.")
     return None
 
 
-def _lost_backward(report: BlockReport, band: Band) -> Verdict | None:
+def _lost_backward(report: BlockReport, limits: Thresholds) -> Verdict | None:
     """The way in which gradients are lost on their way back to this block, if they are."""
     at = f"at block {report.block}"
-    if not report.backward_mean < band.lost_gradient:
+    if not report.backward_mean < limits.lost_gradient:
         text = f"Gradients explode {at}: squared gradient norm {report.backward_mean:.3g} of the output's."
         return Verdict("explosion", report.block, text)
-    if not report.backward_mean > 1 / band.lost_gradient:
+    if not report.backward_mean > 1 / limits.lost_gradient:
         text = f"Gradients vanish {at}: squared gradient norm {report.backward_mean:.3g} of the output's."
         return Verdict("vanishing", report.block, text)
     return None

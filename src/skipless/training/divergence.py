@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from skipless.files import write_whole
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
-from skipless.theory.certificate import Band
+from skipless.theory.certificate import Thresholds
 from skipless.training.optim.half_weights import gradient_of
 
 
@@ -98,7 +98,7 @@ class GradientWatch:
 
 def diagonal_warning(step: int, summary: dict[str, float]) -> str | None:
     """A warning when a probe's squared norms have left the certificate's band."""
-    low, high, band = summary["diagonal_min"], summary["diagonal_max"], Band().lost_norm
+    low, high, band = summary["diagonal_min"], summary["diagonal_max"], Thresholds().lost_norm
     if 1.0 / band <= low and high <= band:
         return None
     return f"step {step}: squared activation norms span [{low:.3g}, {high:.3g}], outside the certificate's band."
