@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; the table below is wha
     from skipless.nn.attention import ShapedAttention
     from skipless.ops.attention import shaped_attention
     from skipless.ops.layout import Layout
-    from skipless.paper.recipes import recipe
+    from skipless.paper.recipes import recipe, train
     from skipless.theory.activations import ShapedActivation
     from skipless.theory.certificate import Certificate, certify
     from skipless.theory.kernels import repeat_rate
@@ -66,6 +66,6 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "figures": [],
         "report": [],
         "paper": [],
-        "paper.recipes": ["recipe"],
+        "paper.recipes": ["recipe", "train"],
     },
 )

@@ -3,7 +3,7 @@ import types
 
 import pytest
 
-from skipless.data.text import held_out, open_corpus
+from skipless.data.text import held_out, open_corpus, share_held_out
 
 
 def test_stdlib_is_real_text_in_a_fixed_order():
@@ -67,6 +67,18 @@ def test_held_out_share():
     share = sum(held_out(text, 0.05) for text in texts) / len(texts)
     assert share == pytest.approx(0.05, abs=0.006)
     assert not any(held_out(text, 0.0) for text in texts)
+
+
+def test_a_share_above_zero_holds_out_one_of_two_documents():
+    texts = ["first", "second", "third"]
+    share = share_held_out(texts, 1e-9)
+    assert [held_out(text.encode(), share) for text in texts].count(True) == 1
+    assert share_held_out(reversed(texts), 1e-9) == share
+    assert share_held_out(texts, 0.0) == 0.0
+    assert share_held_out(["alone"], 1e-9) == share_held_out(["same", "same"], 1e-9) == 1e-9
+    many = (f"document {i}" for i in range(20_000))
+    assert share_held_out(many, 0.05) == 0.05
+    assert next(many, None) is not None, "no more is read than needed"
 
 
 class FakeRows(list):

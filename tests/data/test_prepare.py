@@ -244,6 +244,15 @@ def test_what_is_not_a_prepared_folder_is_left_alone(plan, tmp_path, folder):
         TokenStore(folder)
 
 
+def test_two_documents_are_enough_for_validation(tmp_path):
+    (tmp_path / "a.txt").write_text("The first document.\n\n\nThe second one, which is longer.")
+    manifest = prepare(Preparation(str(tmp_path / "a.txt"), Bytes()), tmp_path / "out")
+    assert [manifest.splits[split].documents for split in ("train", "valid")] == [1, 1]
+    assert manifest.options["valid"] == {"fraction": 0.005}, "what was asked for"
+    none = prepare(Preparation(str(tmp_path / "a.txt"), Bytes(), valid_fraction=0.0), tmp_path / "none")
+    assert [none.splits[split].documents for split in ("train", "valid")] == [2, 0]
+
+
 def test_two_at_once_are_kept_apart(plan, folder):
     refusal = r"process \d+ on .* is preparing .*: wait for it, or use another --out"
     with Folder(folder).locked(), pytest.raises(ValueError, match=refusal):

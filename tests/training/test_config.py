@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from skipless.cli.train import chosen
+from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
-from skipless.paper.recipes import names, recipe
+from skipless.paper.recipes import names, plan, recipe
 from skipless.theory.schemes import ExponentialSPA
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
 
@@ -124,7 +124,32 @@ def test_what_a_file_may_leave_out_and_how_numbers_may_be_written():
 def test_a_file_that_is_no_experiment_is_named(tmp_path, text):
     (tmp_path / "mine.json").write_text(text)
     with pytest.raises(ValueError, match=r"mine\.json is not an experiment: "):
-        chosen(str(tmp_path / "mine.json"), None, [])
+        plan(tmp_path / "mine.json")
+
+
+def test_the_warm_up_is_a_tenth_of_the_steps_unless_given():
+    """At most the paper's 4,000 steps, which its own recipes have."""
+    assert [TrainConfig(steps=steps).warmup for steps in (1, 200, 40_000, 100_000)] == [0, 20, 4_000, 4_000]
+    assert TrainConfig(steps=200, warmup=7).replace(steps=500).warmup == 7
+    assert TrainConfig(steps=200).replace(steps=500).warmup == 50
+    assert TrainConfig(steps=200).replace(steps=500, warmup=3).warmup == 3
+    assert recipe("wikitext103/e-spa").override("train.steps=500").train.warmup == 50
+    old = Experiment.from_json('{"name": "a", "train": {"steps": 8000, "warmup": 4000, "length": 512}}')
+    assert (old.train.warmup, old.override("train.seed=1").train.warmup) == (4_000, 4_000)
+
+
+def test_the_two_lengths_follow_each_other():
+    assert Experiment("a", ModelConfig(width=32, heads=4, depth=2, length=64, activation="gelu")).train.length == 64
+    experiment = recipe("wikitext103/e-spa")
+    for name in ("model.length", "train.length"):
+        changed = experiment.override(f"{name}=1_28")
+        assert (changed.model.length, changed.train.length) == (128, 128)
+    with pytest.raises(ValueError, match=r"model\.length=64 and train\.length=32 differ"):
+        experiment.override("model.length=64", "train.length=32")
+    assert experiment.override("model.length=64", "train.length=64").train.length == 64
+    old = Experiment("b", experiment.model, train=TrainConfig(length=256))
+    assert Experiment.from_json(old.to_json()) == old
+    assert (old.override("train.seed=1").model.length, old.override("train.seed=1").train.length) == (512, 256)
 
 
 def test_recipes_are_appendix_h():
@@ -136,5 +161,5 @@ def test_recipes_are_appendix_h():
     assert espa.data == DataConfig("wikitext-103", vocab=32_000)
     assert OptimizerConfig().betas == (0.9, 0.999)
     assert len(names()) == 85
-    with pytest.raises(ValueError, match="no recipe 'wikitext103/espa'; nearest: wikitext103/e-spa"):
+    with pytest.raises(ValueError, match="no preset 'wikitext103/espa'; nearest: wikitext103/e-spa"):
         recipe("wikitext103/espa")

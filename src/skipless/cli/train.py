@@ -29,42 +29,26 @@ def command(
         return
     if not recipe:
         raise ValueError("name a recipe, such as wikitext103/e-spa; `skipless train --list` shows all")
-    experiment = chosen(recipe, data, set_ or [])
+    from skipless.paper.recipes import plan, with_data
+    from skipless.training.config import split_assignments
+
+    values = split_assignments(set_ or [])
+    experiment, given = plan(recipe, data)
+    experiment, given = experiment.with_fields(values), given.union(values)
+    if not show or experiment.data.folder is not None:
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        experiment = with_data(experiment, given=given)
     if show:
         print(experiment.to_json())
         return
     _run(experiment, out or Path("runs") / experiment.name, resume, device, tensorboard)
 
 
-def chosen(name: str, data: Path | None, assignments: list[str]):
-    """The experiment that the arguments describe."""
-    from skipless.paper.recipes import recipe
-
-    path = Path(name)
-    if path.suffix == ".json" and not path.is_file():
-        raise ValueError(f"{path} does not exist; name a recipe (`skipless train --list`) or a run's experiment.json")
-    experiment = _read(path) if path.suffix == ".json" else recipe(name)
-    folder = [f"data.folder={data}"] if data is not None else []
-    return experiment.override(*folder, *assignments)
-
-
-def _read(path: Path):
-    from skipless.training.config import Experiment
-
-    try:
-        return Experiment.from_json(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not an experiment: {error}") from error
-
-
 def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:
-    from skipless.paper.recipes import with_data
     from skipless.training.distributed import leave
     from skipless.training.divergence import Diverged
     from skipless.training.trainer import train
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    experiment = with_data(experiment)
     try:
         result = train(experiment, out, resume=resume, device=device, tensorboard=tensorboard)
     except Diverged as error:

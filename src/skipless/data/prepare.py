@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +40,7 @@ from skipless.data.store import (
     read_manifest,
     verify_shards,
 )
-from skipless.data.text import Corpus, Part, held_out, open_corpus
+from skipless.data.text import Corpus, Part, held_out, open_corpus, share_held_out
 from skipless.data.tokenizer import MODEL_FILE, Tokenizer, TokenizerChoice, TrainUnigram, load_tokenizer, token_dtype
 from skipless.files import write_whole
 from skipless.theory.kernels import repeat_rate
@@ -182,8 +182,8 @@ class Preparation:
     """What to prepare: a corpus, a tokenizer, and which text to hold out.
 
     Validation text is `valid` if given, else the share `valid_fraction` of the documents, chosen by their hash, if
-    given, else what the corpus itself holds out, else a share of .005 (.05 of stdlib). A shard holds about shard_mb
-    million characters.
+    given, else what the corpus itself holds out, else a share of .005 (.05 of stdlib). A share above 0 of two or more
+    documents is at least one of them. A shard holds about shard_mb million characters.
     """
 
     corpus: str = "stdlib"
@@ -216,6 +216,10 @@ class _Texts:
         rest = "hash" if self.valid is None else "train"
         held = self.valid.parts if self.valid else ()
         return [Source(part, rest) for part in self.corpus.parts] + [Source(part, "valid") for part in held]
+
+    def with_validation(self) -> "_Texts":
+        """A share that would hold out no document takes one, if there are two."""
+        return self if self.valid else replace(self, fraction=share_held_out(self.corpus, self.fraction))
 
     def trains(self, text: bytes) -> bool:
         return self.valid is not None or not held_out(text, self.fraction)
@@ -256,6 +260,7 @@ def prepare(
             if all(folder.present(section) for section in manifest.sections):
                 return _nothing_to_do(folder, manifest, shards, progress)
             folder.reopen()
+        texts = texts.with_validation()
         tokenizer = _tokenizer(folder, plan, texts, progress)
         try:
             _fill(folder, plan, texts, tokenizer, _Job(workers, progress))

@@ -2,9 +2,10 @@
 
 import hashlib
 import logging
+import math
 import re
 import sysconfig
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import glob, has_magic
@@ -193,7 +194,25 @@ def open_corpus(spec: str | Path, reading: Reading | None = None, download: bool
 
 def held_out(text: bytes, fraction: float) -> bool:
     """Whether a document belongs to the validation split: by its own hash, wherever and whenever it is met."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) < fraction * 2.0**64
+    return _hash(text) < fraction * 2.0**64
+
+
+def share_held_out(documents: Iterable[str], fraction: float) -> float:
+    """The share for `held_out`: `fraction`, or where that takes no document the least share that takes one.
+
+    Of one document alone, or of equal ones, none is taken. Documents are read until one is found.
+    """
+    lowest: list[int] = []
+    for text in documents if fraction > 0.0 else ():
+        data = text.encode("utf-8")
+        if held_out(data, fraction):
+            return fraction
+        lowest = sorted({*lowest, _hash(data)})[:2]
+    return math.nextafter(lowest[0] / 2.0**64, 1.0) if len(lowest) == 2 else fraction
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def _stem(path: Path) -> str:

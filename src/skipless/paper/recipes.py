@@ -1,9 +1,11 @@
-"""Recipes: a preset's network with its schedule and its data, as an Experiment."""
+"""Recipes: a preset's network with its schedule and its data, as an Experiment; and training by one call."""
 
 import dataclasses
 import difflib
 import logging
+from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from skipless.console import Progress
 from skipless.data.prepare import Preparation, prepare
@@ -11,10 +13,147 @@ from skipless.data.store import read_manifest
 from skipless.data.text import DATASETS
 from skipless.data.tokenizer import Bytes, TrainUnigram
 from skipless.model import presets
+from skipless.model.config import ModelConfig
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
 
+if TYPE_CHECKING:
+    from skipless.training.trainer import Result
+
 logger = logging.getLogger("skipless")
+
+# Adam rates that were best on a coarse grid at 36 blocks × 512; the paper tunes its own per network and prints none.
+VANILLA_RATE, SKIP_RATE = 3e-5, 5e-4
+
+
+def names() -> list[str]:
+    """All recipe names."""
+    return presets.names()
+
+
+def recipe(name: str) -> Experiment:
+    """The Experiment of a preset under App. H: corpus, steps, batch, length, warm-up, Adam and its rates.
+
+    A short name is wikitext103's: recipe("e-spa") is recipe("wikitext103/e-spa").
+    """
+    name = presets.full_name(name)
+    model = presets.preset(name)
+    c4 = name.startswith("c4/")
+    steps, batch, corpus = (50_000, 8, "c4") if c4 else (100_000, 16, "wikitext-103")
+    rate = VANILLA_RATE if model.skipless else SKIP_RATE
+    return Experiment(
+        name=name.replace("/", "-"),
+        model=model,
+        data=DataConfig(corpus=corpus, vocab=model.vocab_size),
+        optimizer=OptimizerConfig(rate=rate, embedding_rate=5e-4 if c4 else 2e-4),
+        train=TrainConfig(steps=steps, batch_size=batch),
+    )
+
+
+def train(
+    experiment: str | Path | Experiment,
+    *,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str | None = None,
+    tensorboard: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> "Result":
+    """Train a network and keep it in a folder: train("e-spa", data="data/wiki", depth=12, width=128, steps=200).
+
+    experiment: a recipe's name, an experiment.json or an Experiment. data: a folder that `skipless prepare` made.
+    settings: any field of ModelConfig, its scheme, TrainConfig, OptimizerConfig or DataConfig by its plain name, such
+    as gamma_final=0.2, steps=500, rate=1e-3, packed=True; optimizer="muon" is the optimiser's name. Vocabulary and
+    repeat rate come from the data and the warm-up from the steps, unless set here. out: the run's folder, by default
+    runs/NAME, which skipless.load opens. resume=True goes on where an earlier call stopped.
+    """
+    from skipless.training import trainer
+
+    chosen, given = plan(experiment, data)
+    values = {_path_of(chosen, name): value for name, value in settings.items()}
+    chosen = with_data(chosen.with_fields(values), given={*given, *values})
+    folder = Path("runs") / chosen.name if out is None else out
+    return trainer.train(chosen, folder, resume=resume, device=device, tensorboard=tensorboard, quiet=quiet)
+
+
+def plan(experiment: str | Path | Experiment, data: str | Path | None = None) -> tuple[Experiment, set[str]]:
+    """The experiment of a recipe's name, an experiment.json or itself, and which fields `with_data` is to leave alone.
+
+    A recipe's vocabulary and repeat rate are those of the paper's corpus, and follow the data at hand; those of an
+    experiment are given.
+    """
+    by_name = isinstance(experiment, str | Path) and Path(experiment).suffix != ".json"
+    found = experiment if isinstance(experiment, Experiment) else _named(experiment)
+    if data is not None:
+        found = found.with_fields({"data.folder": str(data)})
+    return found, set() if by_name else set(GIVEN)
+
+
+def _named(name: str | Path) -> Experiment:
+    path = Path(name)
+    if path.suffix != ".json":
+        return recipe(str(name))
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; name a recipe (`skipless train --list`) or a run's experiment.json")
+    try:
+        return Experiment.from_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not an experiment: {error}") from error
+
+
+def _path_of(experiment: Experiment, name: str) -> str:
+    """Where a plain name of a field stands: "depth" is "model.depth"."""
+    if name in ("name", "optimizer"):
+        return {"name": "name", "optimizer": "optimizer.name"}[name]
+    kinds = {"model": ModelConfig, "train": TrainConfig, "optimizer": OptimizerConfig, "data": DataConfig}
+    kinds["model.scheme"] = type(experiment.model.scheme)
+    fields = {field.name: f"{part}.{field.name}" for part, kind in kinds.items() for field in dataclasses.fields(kind)}
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(fields))}"
+        raise ValueError(f"train() has no setting {name!r}; {hint}")
+    return fields[name]
+
+
+GIVEN = ("model.vocab_size", "model.scheme.repeat_rate", "data.vocab")  # what tokens would say otherwise
+
+
+def with_data(experiment: Experiment, root: str | Path = "data", *, given: Collection[str] = GIVEN) -> Experiment:
+    """The experiment with data.folder set: if it was not, the corpus is prepared under `root` (nothing is downloaded).
+
+    Vocabulary size and repeat rate become those of the tokens, unless they are among the dotted names `given`; then a
+    repeat rate that is far from the tokens' is a warning. A vocabulary of at most 257 means bytes.
+    """
+    data = experiment.data
+    if data.valid is not None:
+        read_manifest(Path(data.valid))  # before an hour of tokenising
+    if data.folder is None:
+        asked = "model.vocab_size" in given and "data.vocab" not in given
+        vocab = experiment.model.vocab_size if asked or data.vocab is None else data.vocab
+        folder = prepared(data.corpus, vocab, root)
+        experiment = experiment.with_fields({"data.folder": str(folder)})
+    manifest = read_manifest(Path(experiment.data.folder or ""))
+    rate = manifest.splits["train"].repeat_rate
+    model, values = experiment.model, {}
+    if "model.vocab_size" not in given:
+        values["model.vocab_size"] = int(manifest.tokenizer["vocab_size"])
+    if rate is not None and isinstance(model.scheme, ExponentialSPA | UniformSPA):
+        if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
+            values["model.scheme.repeat_rate"] = round(rate, 3)
+        elif not 0.5 < max(model.scheme.repeat_rate, 1e-4) / max(rate, 1e-4) < 2.0:
+            logger.warning(
+                "the scheme assumes repeat_rate=%g and these tokens have %.3g; norms will drift at initialisation: "
+                "--set model.scheme.repeat_rate=%.3g",
+                model.scheme.repeat_rate,
+                rate,
+                rate,
+            )
+    if values:
+        found = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
+        logger.info("from the tokens of %s: %s", experiment.data.folder, found)
+    return experiment.with_fields(values)
 
 
 def prepared(corpus: str, vocab: int, root: str | Path = "data") -> Path:
@@ -29,56 +168,3 @@ def prepared(corpus: str, vocab: int, root: str | Path = "data") -> Path:
     tokenizer = Bytes() if vocab <= 257 else TrainUnigram(vocab)
     prepare(Preparation(corpus, tokenizer=tokenizer), folder, progress=Progress())
     return folder
-
-
-def with_data(experiment: Experiment, root: str | Path = "data") -> Experiment:
-    """The experiment with data.folder set: if it was not, the corpus is prepared under `root` (nothing is downloaded).
-
-    A vocabulary of at most 257 means bytes. Says so when the scheme's repeat rate is far from the data's.
-    """
-    data = experiment.data
-    if data.valid is not None:
-        read_manifest(Path(data.valid))  # before an hour of tokenising
-    if data.folder is None:
-        folder = prepared(data.corpus, data.vocab or experiment.model.vocab_size, root)
-        experiment = dataclasses.replace(experiment, data=dataclasses.replace(data, folder=str(folder)))
-    measured = read_manifest(Path(experiment.data.folder or "")).splits["train"].repeat_rate
-    scheme = experiment.model.scheme
-    if isinstance(scheme, ExponentialSPA | UniformSPA) and measured:
-        ratio = max(scheme.repeat_rate, 1e-4) / max(measured, 1e-4)
-        if not 0.5 < ratio < 2.0:
-            logger.warning(
-                "the scheme assumes repeat_rate=%g and these tokens have %.3g; norms will drift at initialisation: "
-                "--set model.scheme.repeat_rate=%.3g",
-                scheme.repeat_rate,
-                measured,
-                measured,
-            )
-    return experiment
-
-
-# Adam rates that were best on a coarse grid at 36 blocks × 512; the paper tunes its own per network and prints none.
-VANILLA_RATE, SKIP_RATE = 3e-5, 5e-4
-
-
-def names() -> list[str]:
-    """All recipe names."""
-    return presets.names()
-
-
-def recipe(name: str) -> Experiment:
-    """The Experiment of a preset under App. H: corpus, steps, batch, length, warm-up, Adam and its rates."""
-    if name not in presets.PRESETS:
-        near = difflib.get_close_matches(name, names(), n=3, cutoff=0.3)
-        raise ValueError(f"there is no recipe {name!r}; nearest: {', '.join(near) or ', '.join(names())}")
-    model = presets.preset(name)
-    c4 = name.startswith("c4/")
-    steps, batch, corpus = (50_000, 8, "c4") if c4 else (100_000, 16, "wikitext-103")
-    rate = VANILLA_RATE if model.skipless else SKIP_RATE
-    return Experiment(
-        name=name.replace("/", "-"),
-        model=model,
-        data=DataConfig(corpus=corpus, vocab=model.vocab_size),
-        optimizer=OptimizerConfig(rate=rate, embedding_rate=5e-4 if c4 else 2e-4),
-        train=TrainConfig(steps=steps, batch_size=batch, length=model.length),
-    )

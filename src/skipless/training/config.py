@@ -6,6 +6,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -186,13 +187,15 @@ class DataConfig:
 class TrainConfig:
     """The schedule of a run. Defaults are App. H's for WikiText-103.
 
+    length: tokens in a row. None: the model's, which an Experiment fills in.
+    warmup: steps until the rate is at its highest. None: a tenth of all steps, at most App. H's 4,000.
     cuda_graph: the whole step as one CUDA graph; "auto" where it can be, with a word where not, "on" or an error.
     """
 
     steps: int = 100_000
     batch_size: int = 16
-    length: int = 512
-    warmup: int = 4_000
+    length: int = None  # ty: ignore[invalid-assignment]
+    warmup: int = None  # ty: ignore[invalid-assignment]
     accumulate: int = 1
     seed: int = 0
     precision: Precision = "bf16"
@@ -211,9 +214,12 @@ class TrainConfig:
     on_divergence: Literal["stop", "halve-lr"] = "stop"
 
     def __post_init__(self):
+        if self.warmup is None:
+            object.__setattr__(self, "warmup", usual_warmup(self.steps))
         for name in ("steps", "batch_size", "length", "accumulate", "log_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"train.{name} is {value}; it must be at least 1")
         for name in ("warmup", "eval_every", "checkpoint_every", "eval_tokens", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 0 (0 means never)")
@@ -227,6 +233,17 @@ class TrainConfig:
             raise ValueError(f"train.ema is {self.ema}; the smoothing factor must lie in (0, 1] (App. H: 0.01)")
         object.__setattr__(self, "probe_at", tuple(self.probe_at))
 
+    def replace(self, **changes: Any) -> "TrainConfig":
+        """A copy with some fields changed. A warm-up that is the usual one for its steps follows them."""
+        if "steps" in changes and self.warmup == usual_warmup(self.steps):
+            changes.setdefault("warmup", None)
+        return dataclasses.replace(self, **changes)
+
+
+def usual_warmup(steps: int) -> int:
+    """A tenth of the steps, at most App. H's 4,000."""
+    return min(steps // 10, 4_000)
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -237,6 +254,10 @@ class Experiment:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self):
+        if self.train.length is None:
+            object.__setattr__(self, "train", self.train.replace(length=self.model.length))
 
     def to_json(self) -> str:
         """The whole configuration as JSON; from_json gives back an equal object."""
@@ -260,13 +281,36 @@ class Experiment:
 
     def override(self, *assignments: str) -> "Experiment":
         """A copy with fields set from text: override("train.steps=500", "model.scheme.gamma_final=0.2")."""
-        changes: dict[tuple[str, ...], str] = {}
-        for assignment in assignments:
-            path, equals, text = assignment.partition("=")
-            if not equals:
-                raise ValueError(f"--set {assignment!r} has no '='; write it as train.steps=500")
-            changes[tuple(path.strip().split("."))] = text.strip()
+        return self.with_fields(split_assignments(assignments))
+
+    def with_fields(self, values: Mapping[str, Any]) -> "Experiment":
+        """A copy with fields set by their dotted names, to values or to their text: {"train.steps": 500}.
+
+        What follows from a changed field follows it. So do model.length and train.length each other; where both are
+        set they must be equal.
+        """
+        changes = {tuple(name.split(".")): value for name, value in values.items()}
+        lengths = (changes.get((part, "length")) for part in ("model", "train"))
+        model, train = (_parsed(length, int, "length") for length in lengths)
+        if model is not None and train is not None and model != train:
+            raise ValueError(
+                f"model.length={model} and train.length={train} differ: a network is calibrated for the length it is "
+                "trained at; set one of them, and the other follows"
+            )
+        if model is not None or train is not None:
+            changes |= dict.fromkeys([("model", "length"), ("train", "length")], train if model is None else model)
         return _changed(self, changes, "")
+
+
+def split_assignments(assignments: Iterable[str]) -> dict[str, str]:
+    """The text of each field by its dotted name: ["train.steps=500"] is {"train.steps": "500"}."""
+    values = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise ValueError(f"--set {assignment!r} has no '='; write it as train.steps=500")
+        values[name.strip()] = text.strip()
+    return values
 
 
 def _checked_fields(kind: Any, data: Any, where: str) -> dict[str, Any]:
@@ -281,7 +325,7 @@ def _checked_fields(kind: Any, data: Any, where: str) -> dict[str, Any]:
     return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
 
 
-def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> Any:
+def _changed(target: Any, changes: dict[tuple[str, ...], Any], prefix: str) -> Any:
     """A copy of `target` with all changes made at once, so that values which depend on each other may change."""
     known = [f.name for f in dataclasses.fields(target)]
     values: dict[str, Any] = {}
@@ -292,25 +336,30 @@ def _changed(target: Any, changes: dict[tuple[str, ...], str], prefix: str) -> A
             )
         below = {path[1:]: text for path, text in changes.items() if path[0] == name}
         values[name] = _value(getattr(target, name), typing.get_type_hints(type(target))[name], below, prefix + name)
-    return target.replace(**values) if isinstance(target, ModelConfig) else dataclasses.replace(target, **values)
+    follows = isinstance(target, ModelConfig | TrainConfig)
+    return target.replace(**values) if follows else dataclasses.replace(target, **values)
 
 
-def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], str], name: str) -> Any:
+def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], Any], name: str) -> Any:
     """A field's new value: as a whole, by its own fields, or by the keys of a mapping."""
     parts = {path: text for path, text in changes.items() if path}
     if parts and () in changes and typing.get_origin(hint) is not dict:
         part = ".".join((name, *next(iter(parts))))
         raise ValueError(f"--set names {name} as a whole and {part} within it; one of the two would be lost")
-    whole = {(): parse(changes[()], hint, name)} if () in changes else {}
+    whole = {(): _parsed(changes[()], hint, name)} if () in changes else {}
     if typing.get_origin(hint) is dict:
         deeper = next((path for path in parts if len(path) > 1), None)
         if deeper is not None:
             raise ValueError(f"--set {name}.{'.'.join(deeper)}: {name}.{deeper[0]} is a plain value")
         kind = typing.get_args(hint)[1]
-        return {**whole.get((), old), **{key: parse(text, kind, f"{name}.{key}") for (key,), text in parts.items()}}
+        return {**whole.get((), old), **{key: _parsed(one, kind, f"{name}.{key}") for (key,), one in parts.items()}}
     if parts and not dataclasses.is_dataclass(old):
         raise ValueError(f"--set {name}: it is a plain value, so nothing lies below it")
     return whole[()] if whole else _changed(old, parts, f"{name}.")
+
+
+def _parsed(value: Any, hint: Any, name: str) -> Any:
+    return parse(value, hint, name) if isinstance(value, str) else value
 
 
 def parse(text: str, hint: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from skipless.data.loader import Batch, TokenLoader
-from skipless.data.text import held_out, open_corpus
+from skipless.data.text import held_out, open_corpus, share_held_out
 from skipless.data.tokenizer import Tokenizer
 from skipless.model.config import ModelConfig
 from skipless.ops.layout import Layout
@@ -320,7 +320,8 @@ def held_out_texts(spec: str | Path, download: bool = False) -> Iterable[str]:
         return corpus
     if corpus.validation is not None:
         return corpus.validation
-    return (text for text in corpus if held_out(text.encode(), corpus.valid_fraction))
+    share = share_held_out(corpus, corpus.valid_fraction)
+    return (text for text in corpus if held_out(text.encode(), share))
 
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray:

@@ -179,6 +179,7 @@ def open_session(experiment: Experiment, world: World, run: RunFolder, quiet: bo
             f"model.vocab_size={experiment.model.vocab_size} is smaller than the {store.vocab_size} tokens of "
             f"{data.folder}; use --set model.vocab_size={store.vocab_size}"
         )
+    _check_length(experiment)
     shape = (config.length, config.batch_size, config.seed, world.rank, world.size)
     loader = TokenLoader(store, *shape, documents=data.packed)
     _check_share(config, world)
@@ -204,6 +205,18 @@ def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.
     wrapped = distribute(model, world, config.strategy, HALF.get(config.precision))
     # with or without a graph: rates of one kind, so that both compute the same
     return wrapped, build_optimizer(wrapped, experiment.optimizer, capturable=refusal(experiment, world) is None)
+
+
+def _check_length(experiment: Experiment) -> None:
+    """Refuse rows longer than attention is calibrated for, and say where network and rows are of different lengths."""
+    rows, model = experiment.train.length, experiment.model
+    if model.max_length is not None and rows > model.max_length:
+        raise ValueError(
+            f"train.length={rows} is more than model.length={model.length}, for which attention is calibrated; use "
+            f"--set model.length={rows}"
+        )
+    if rows != model.length:
+        logger.warning("train.length=%d and model.length=%d differ: is that meant?", rows, model.length)
 
 
 def _check_share(config: TrainConfig, world: World) -> None:
