@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from skipless.paper.experiments import SCALES, Setting
+from skipless.paper.experiments import SCALES, Setting, Text
 from skipless.paper.records import ResultsFolder
+from skipless.paper.runs import make_run
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 
 ROOT = Path(__file__).parents[1]
@@ -54,3 +55,14 @@ def test_the_readme_counts_claims_that_hold_and_fail(row):
     assert int(word[2]) == held + failed
     assert int(word[1]) == (failed if "fail" in (word[4] or "") else held)
     assert bool(word[3]) == bool(not_run)
+
+
+@pytest.mark.parametrize("log", sorted((ROOT / "results" / "logs").glob("*.jsonl")), ids=lambda log: log.stem)
+def test_every_run_in_the_logs_has_the_key_that_its_settings_give_today(log):
+    """New fields of a configuration must leave the keys of old runs as they are: tables find runs by them."""
+    for line in log.read_text().splitlines():
+        run = json.loads(line)
+        table, setting = TABLES[run["item"]], Setting.of(SCALES[run["scale"]], Text(**run["text"]))
+        numbers = (run["rate"], run["seed"], run["multiple"], run["measure"], run.get("embedding_rate"))
+        found = make_run(table, table.arm(run["arm"]), setting, *numbers)
+        assert found.key == run["key"], (run["item"], run["arm"])
