@@ -123,7 +123,9 @@ def test_an_arm_that_diverges_at_every_rate_tunes_no_embedding(setting: Setting,
 def test_one_rate_tunes_nothing(text: Text, fake) -> None:
     records = run_all([PLAIN], Setting.of(SCALES["small"], text, rates=1), fake, bowl(3e-5, 1.0))
     assert {(record.rate, record.embedding_rate) for record in records.values()} == {(3e-5, 5e-3)}
-    assert total(PLAIN, Setting.of(SCALES["small"], text, rates=1)) == len(records) == 2
+    setting = Setting.of(SCALES["small"], text, rates=1)
+    assert total(PLAIN, setting) == len(records) == 2
+    assert "The embedding's rate is 0.005 for all." in markdown(gather(PLAIN, setting, records))
 
 
 def test_an_unfinished_embedding_sweep_names_no_best(setting: Setting, fake) -> None:
@@ -325,7 +327,8 @@ def test_a_gap_may_widen_by_what_seeds_differ_by(deep: tuple[float, float], mark
 @pytest.mark.parametrize("arm", ["mirrored/adam", "mirrored-identity/muon", "mirrored-frozen/muon"])
 def test_an_arm_from_start_to_page(arm: str, tmp_path: Path) -> None:
     """At the smallest size, on a CPU: trained, recorded and shown."""
-    (tmp_path / "text.txt").write_text("\n\n\n".join(path.read_text() for path in Path(__file__).parent.glob("*.py")))
+    lines = (f"{number} times {number} is {number**2}." for number in range(3000))
+    (tmp_path / "text.txt").write_text("\n\n\n".join(lines))
     source = Preparation(str(tmp_path / "text.txt"), tokenizer=Bytes(), valid_fraction=0.2)
     prepare(source, tmp_path / "tokens", workers=1)
     setting = Setting.of(SCALES["tiny"], Text.read(tmp_path / "tokens"))
@@ -333,6 +336,7 @@ def test_an_arm_from_start_to_page(arm: str, tmp_path: Path) -> None:
     assert not Crew([ITEMS["mirrored"]], setting, folder, Limits(device="cpu"), arms=(arm,)).work()
     records = [record for record in folder.records.values() if not record.measure]
     assert [(record.arm, record.embedding_rate, record.diverged) for record in records] == [(arm, 5e-3, False)]
-    assert records[0].train_loss < 6.0  # ln 256 = 5.5
+    assert [step for step, _ in records[0].curve] == [1, 2, 3]
+    assert abs(records[0].train_loss - math.log(256)) < 0.5  # three steps from a start that knows nothing
     page = markdown(gather(ITEMS["mirrored"], setting, folder.records))
     assert f"{records[0].rate:g}, embedding 0.005" in page

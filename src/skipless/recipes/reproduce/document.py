@@ -133,7 +133,7 @@ def _how(summary: Summary) -> str:
     tuned = (
         f"Every arm: {count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
         f"the best while that lies at the edge ({MOST_BEYOND} at most), seed 0, chosen by training loss; then "
-        f"{count(setting.seeds, 'seed')} at the best rate{_headline_seeds(summary)}.{_embedding_words(summary.item)}"
+        f"{count(setting.seeds, 'seed')} at the best rate{_headline_seeds(summary)}.{_embedding_words(summary)}"
         f"{_law_words(summary.item)}"
     )
     words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
@@ -147,8 +147,9 @@ def _headline_seeds(summary: Summary) -> str:
     return f" ({', '.join(map(str, sorted(own)))} of some arms)" if own else ""
 
 
-def _embedding_words(item: Item) -> str:
-    if len(item.embedding_rates) < 2:
+def _embedding_words(summary: Summary) -> str:
+    item = summary.item
+    if len(item.embedding_rates) < 2 or summary.setting.rates == 1:
         return f" The embedding's rate is {item.embedding_start:g} for all." if item.embedding_rates else ""
     tried = ", ".join(f"{rate:g}" for rate in item.embedding_rates)
     return (
