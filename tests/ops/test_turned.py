@@ -71,6 +71,11 @@ class Case:
         assert out is not None
         return out
 
+    def apart(self) -> tuple[Tensor, Tensor]:
+        """The product without the values, and those by themselves."""
+        features = (self.heads + self.kv_heads) * self.width
+        return self.together[..., :features].clone(), self.parts(self.together)[2]
+
     def composed(self, together: Tensor, impl: str = "reference") -> Tensor:
         q, k, v = self.parts(together)
         rotation = self.rotation()
@@ -140,6 +145,23 @@ def test_the_two_paths_through_the_kernels_agree(dtype):
     assert (gradient - other)[..., values].norm() <= rounding * other[..., values].norm()
 
 
+@each_dtype
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_values_beside_the_product_are_values_in_it(dtype, kv_heads):
+    """To the bit, and so are the gradients."""
+    case = Case.make(dtype, kv_heads=kv_heads)
+    out, gradient = case.run(case.turned)
+    product, values = (t.clone().requires_grad_() for t in case.apart())
+    q, k = (p.transpose(1, 2) for p in product.unflatten(-1, (-1, case.width)).split([case.heads, kv_heads], dim=2))
+    request = Request(q, k, values, ShapeParts.of(case.shape, 70, DEVICE))
+    rotation = case.rotation()
+    same = turned_attention(request, product, rotation.cos, rotation.sin, "triton")
+    assert same is not None
+    by_product, by_values = torch.autograd.grad(same, (product, values), case.upstream)
+    assert torch.equal(same, out)
+    assert torch.equal(torch.cat([by_product, by_values.transpose(1, 2).flatten(2)], dim=-1), gradient)
+
+
 def test_what_does_not_fit_is_left_to_the_other_path():
     case = Case.make(torch.float32)
     rotation, parts = case.rotation(), ShapeParts.of(case.shape, 70, DEVICE)
@@ -159,9 +181,13 @@ def test_torch_finds_no_fault_with_the_operators():
     vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
     heads, rest = (case.heads, case.kv_heads), (vectors, parts.row, [], True)
     tables = rotation.cos, rotation.sin
-    library.opcheck(turned.turned_attention, (case.together.clone().requires_grad_(), *tables, *heads, *rest))
-    out, lse, rotated = turned.turned_attention(case.together, *tables, *heads, *rest)
-    arguments = (case.upstream, case.together, *tables, rotated, out, lse, *heads, *rest)
+    library.opcheck(turned.turned_attention, (case.together.clone().requires_grad_(), None, *tables, *heads, *rest))
+    out, lse, rotated = turned.turned_attention(case.together, None, *tables, *heads, *rest)
+    arguments = (case.upstream, case.together, None, *tables, rotated, out, lse, *heads, *rest)
+    library.opcheck(turned.turned_attention_backward, arguments)
+    product, values = (t.clone().requires_grad_() for t in case.apart())
+    library.opcheck(turned.turned_attention, (product, values, *tables, *heads, *rest))
+    arguments = (case.upstream, product.detach(), values.detach(), *tables, rotated, out, lse, *heads, *rest)
     library.opcheck(turned.turned_attention_backward, arguments)
 
 
@@ -183,19 +209,26 @@ def joined(monkeypatch):
 def build(shape=None, **options) -> ShapedAttention:
     torch.manual_seed(0)
     shape = shape or ExponentialSPA(0.05, 0.02).shapes(6)[3]
-    module = ShapedAttention(64, 4, shape, 2, AttentionOptions(**{"impl": "triton"} | options))
+    kv_heads = 4 if options.get("value_output") == "identity" else 2
+    module = ShapedAttention(64, 4, shape, kv_heads, AttentionOptions(**{"impl": "triton"} | options))
     module.reset_parameters("normal")
     return module.to(DEVICE)
 
 
 def results(module, x, placement=None) -> list[Tensor]:
+    x = x.detach().requires_grad_()
     out = module(x, placement)
-    return [out, *torch.autograd.grad(out.square().sum(), list(module.parameters()))]
+    return [out, *torch.autograd.grad(out.square().sum(), [x, *(p for p in module.parameters() if p.requires_grad)])]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, request):
-    module, x = build(), torch.randn(2, 70, 64, device=DEVICE)
+@pytest.mark.parametrize("values", ["trained", "frozen", "identity"])
+def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, values, request):
+    module = build(value_output="identity" if values == "identity" else "trained")
+    if values == "frozen":
+        module.value.requires_grad_(False)
+    assert len(module.joined_layers()) == (3 if values == "trained" else 2)
+    x = torch.randn(2, 70, 64, device=DEVICE)
     layout = Layout.packed((torch.arange(70)[None] // torch.tensor([[30], [50]])).to(DEVICE)) if packed else None
     placement = None if layout is None else Placement(layout, Rotation.at(layout.query_locations, 16))
     want = results(module, x, placement)
@@ -206,14 +239,20 @@ def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, req
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_compiled_backward_pass_neither_turns_nor_joins():
+@pytest.mark.parametrize("values", ["trained", "frozen", "identity"])
+def test_a_compiled_backward_pass_neither_turns_nor_joins(values):
+    """Nor does it multiply for the gradient of a matrix that is frozen, or absent."""
     seen: list[list[str]] = []
 
     def look(graph, _):
         seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         return make_boxed_func(graph)
 
-    module, x = build(), torch.randn(2, 70, 64, device=DEVICE)
+    module = build(value_output="identity" if values == "identity" else "trained")
+    x = torch.randn(2, 70, 64, device=DEVICE)
+    if values == "frozen":
+        module.value.requires_grad_(False)
+        module.output.requires_grad_(False)
     module(x)  # the shape's parts are built outside what is compiled
     backend = aot_autograd(fw_compiler=look, bw_compiler=look)
     compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
@@ -223,6 +262,8 @@ def test_a_compiled_backward_pass_neither_turns_nor_joins():
     assert forward.count("skipless.turned_attention.default") == 1
     assert backward.count("skipless.turned_attention_backward.default") == 1
     assert not any(word in target for target in backward for word in ("cat", "mul", "zeros", "full", "clone"))
+    # of the input and of the weights: two for each product, one where the matrix is frozen
+    assert sum("aten.mm" in target for target in backward) == {"trained": 4, "frozen": 4, "identity": 2}[values]
 
 
 class Cache:

@@ -8,7 +8,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory import shaping
-from skipless.theory.schemes import ExponentialSPA
+from skipless.theory.propagation import Skip
+from skipless.theory.schemes import ExponentialSPA, ValueSkipInit
 from skipless.train.optim import OptimizerConfig, build_optimizer, clip_gradients, set_rates, warmup_cosine
 
 NAMES = ["adam", "adamw", "muon", "soap"]
@@ -103,11 +104,60 @@ def test_what_is_no_matrix_of_a_block_moves_as_under_adamw(name):
 def test_a_role_s_factor_scales_its_matrices_only():
     models = [build(), build()]
     before = {name: p.detach().clone() for name, p in models[0].named_parameters()}
-    for model, factors in zip(models, ({}, {"value": 0.5, "output": 0.0}), strict=True):
+    for model, factors in zip(models, ({}, {"value": 0.5, "output": 0.25}), strict=True):
         train(model, build_optimizer(model, OptimizerConfig("muon", rate=1e-2, role_rates=factors)), 1)
     for (name, plain), (_, scaled) in zip(*(m.named_parameters() for m in models), strict=True):
-        factor = 0.5 if ".value." in name else 0.0 if ".output." in name else 1.0
+        factor = 0.5 if ".value." in name else 0.25 if ".output." in name else 1.0
         torch.testing.assert_close(scaled - before[name], factor * (plain - before[name]), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rate_of_zero_freezes_a_role(name):
+    """No gradient, no state, no group; to the bit where it was, also under weight decay."""
+    model, frozen = build(), ("value", "output")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    config = OptimizerConfig(name, rate=1e-2, weight_decay=0.1, role_rates=dict.fromkeys(frozen, 0.0))
+    optimizer = build_optimizer(model, config)
+    train(model, optimizer, 3)
+    assert config.frozen == frozen
+    assert not {group["name"] for group in optimizer.param_groups} & set(frozen)
+    for path, parameter in model.named_parameters():
+        still = any(f".{role}." in path for role in frozen)
+        assert parameter.requires_grad is not still
+        assert torch.equal(parameter, before[path]) is still
+        assert (parameter.grad is None) is still
+        assert (parameter in optimizer.state) is not still
+
+
+def test_a_rate_of_zero_for_all_freezes_nothing():
+    """It is a rate, and the schedule's; a role's factor is a choice of what is trained."""
+    model = build()
+    build_optimizer(model, OptimizerConfig(rate=0.0))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gains_have_a_rate_of_their_own_if_they_are_given_one(name):
+    skip = Skip(1.0, 0.0, trainable=True)
+    config = ModelConfig(
+        vocab_size=11, width=16, depth=2, heads=2, scheme=ValueSkipInit(), mlp_skip=skip, activation="gelu",
+        bias_gain=True,
+    )  # fmt: skip
+    model = Transformer(config)
+    gains = {path for path, _ in model.named_parameters() if path.endswith(("gains", "gain", "residual"))}
+    assert len(gains) == 2 * 4
+    usual, own = (
+        {group["name"]: group for group in build_optimizer(model, settings).param_groups}
+        for settings in (OptimizerConfig(name), OptimizerConfig(name, gain_rate=2e-3, weight_decay=0.1))
+    )
+    assert "gains" not in usual
+    parameters = dict(model.named_parameters())
+    assert {id(p) for p in own["gains"]["params"]} == {id(parameters[path]) for path in gains}
+    assert (own["gains"]["lr"], own["gains"]["weight_decay"]) == (2e-3, 0.0)
+    assert {id(p) for p in usual["vectors"]["params"]} == {
+        id(p) for n in ("vectors", "gains") for p in own[n]["params"]
+    }
+    assert own["vectors"]["lr"] == usual["vectors"]["lr"]
 
 
 @pytest.mark.parametrize("name", NAMES)

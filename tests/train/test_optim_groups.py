@@ -169,6 +169,7 @@ def test_the_defaults_are_the_papers():
     [
         ({"name": "adan"}, "did you mean 'adam'"),
         ({"role_rates": {"queries": 1.0}}, "did you mean 'query'"),
+        ({"gain_rate": -1.0}, "gain_rate is -1.0"),
         ({"role_rates": {"up": -1.0}}, r"role_rates\['up'\] is -1.0"),
         ({"rate": -1e-3}, "rate is -0.001"),
         ({"embedding_rate": float("nan")}, "embedding_rate is nan"),

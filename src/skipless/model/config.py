@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from skipless.model import config_checks as checks
-from skipless.nn.attention import QueryKeyInit
+from skipless.nn.attention import QueryKeyInit, ValueOutput
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.propagation import NormPlacement, Skip
@@ -34,7 +34,8 @@ class ModelConfig:
     attention-only, with no activation to solve. length is the training length: calibrations and presets use it, and
     only calibrations "exact" and "mlp-aware" forbid longer sequences. query_key None means zero-query for SPA, normal
     otherwise. mlp_init None means as `init`; "mirrored" pairs hidden units of opposite sign, so that every MLP starts
-    as an exact rotation of its input (docs/derivations.md).
+    as an exact rotation of its input (docs/derivations.md). value_output="identity" leaves W_V and W_O out: attention
+    mixes the input itself, split by head.
     """
 
     vocab_size: int = 32_000
@@ -60,6 +61,7 @@ class ModelConfig:
     head: Head = "lm"
     classes: int = 0
     mlp_init: Literal["mirrored"] | None = None
+    value_output: ValueOutput = "trained"
 
     def __post_init__(self):
         _check_kinds(self)
@@ -124,7 +126,8 @@ class ModelConfig:
     def matrix_parameters(self) -> int:
         """Entries of all weight matrices, the shared embedding included: what is quoted as a model's size."""
         kv = self.width // self.heads * (self.kv_heads or self.heads)
-        block = 2 * self.width**2 + 2 * self.width * kv + 2 * self.width * (self.hidden or 0)
+        values = self.width**2 + self.width * kv if self.value_output == "trained" else 0
+        block = self.width**2 + self.width * kv + values + 2 * self.width * (self.hidden or 0)
         return self.vocab_size * self.width + self.depth * block
 
     def replace(self, **changes: Any) -> "ModelConfig":

@@ -23,6 +23,7 @@ _CHOICES = {
     "mlp_bias": (True, False),
     "causal": (True, False),
     "mlp_init": (None, "mirrored"),
+    "value_output": ("trained", "identity"),
 }
 
 
@@ -66,6 +67,11 @@ def check_sizes(config: "ModelConfig") -> None:
         raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
     if config.position == "rope" and (config.width // config.heads) % 2:
         raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
+    if config.value_output == "identity" and config.kv_heads != config.heads:
+        raise ValueError(
+            f"kv_heads={config.kv_heads} with value_output='identity': values are then all {config.heads} heads of the "
+            f"input, and the kernels of attention take as many key heads; use kv_heads={config.heads}"
+        )
     alibi = getattr(config.scheme, "alibi_heads", 0)
     if alibi and alibi != config.heads:
         raise ValueError(f"alibi_heads={alibi} differs from heads={config.heads}; use alibi_heads={config.heads}")

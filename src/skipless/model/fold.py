@@ -16,6 +16,8 @@ W_V are not square and only W_Q can serve.
 The first block keeps its three matrices: before it stands the embedding, whose rows the unembedding shares.
 In attention-only models W_O goes into the next block's three matrices (25 % of all blocks but the last).
 Sub-blocks' residual weights are folded too. Value-SkipInit's two gains stay: they cost nothing.
+Where W_V and W_O are the identity there is nothing to merge but the activation's constants: a stream of another basis
+would have to be turned back for the values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,7 +96,7 @@ def _merged_state(model: Transformer, folding: Folding) -> Weights:
     """The model's state dict with merged matrices in it, and those that are gone still there, unused."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for index, weights in enumerate(_merged_blocks(model, folding)):
-        dtype = _attention(model.blocks[index]).value.weight.dtype
+        dtype = _attention(model.blocks[index]).key.weight.dtype
         for name, tensor in weights.items():
             # a copy: in float64, a matrix that nothing merged into is still the model's own
             state[f"blocks.{index}.{_key(name)}"] = tensor.to(dtype, copy=True)
@@ -122,11 +124,14 @@ def _merged_blocks(model: Transformer, folding: Folding) -> Iterator[Weights]:
 
 def _read(block: Block) -> Weights:
     """A block's matrices and biases in float64, with the sub-blocks' residual weights multiplied in."""
-    weights = {name: _exact(getattr(_attention(block), name).weight) for name in (*STREAMS, "output")}
-    weights["output"] = weights["output"] * block.attention.residual
+    layers = {name: getattr(_attention(block), name) for name in (*STREAMS, "output")}
+    weights = {name: _exact(layer.weight) for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+    if "output" in weights:
+        weights["output"] = weights["output"] * block.attention.residual
     if block.mlp is not None:
         mlp, residual = cast(MLP, block.mlp.inner), block.mlp.residual
-        weights |= {"up": _exact(mlp.up.weight), "up_bias": _bias(mlp.up)}
+        up = _exact(mlp.up.weight) if "output" in weights else _exact(mlp.up.weight) * block.attention.residual
+        weights |= {"up": up, "up_bias": _bias(mlp.up)}
         weights |= {"down": _exact(mlp.down.weight) * residual, "down_bias": _bias(mlp.down) * residual}
     return weights
 
@@ -137,7 +142,9 @@ def _attention(block: nn.Module) -> ShapedAttention:
 
 def _merge_mlp(weights: Weights, shaped: ShapedActivation) -> None:
     """W_O, α and β into the first layer; γ and δ into the second."""
-    weights["up"] = shaped.input_scale * weights["up"] @ weights.pop("output")
+    weights["up"] = shaped.input_scale * weights["up"]
+    if "output" in weights:
+        weights["up"] = weights["up"] @ weights.pop("output")
     weights["up_bias"] = shaped.input_scale * weights["up_bias"] + shaped.input_shift
     weights["down"] = shaped.output_scale * weights["down"]
     weights["down_bias"] = weights["down_bias"] + shaped.output_shift * weights["down"].sum(dim=1)
@@ -182,6 +189,8 @@ def _report(
 
 
 def _why_not(folding: Folding, index: int, conditions: dict[Stream, float]) -> str:
+    if folding.config.value_output == "identity":
+        return "W_V and W_O are the identity: only the activation's constants are merged"
     if index == 0:
         return "the first block reads the embedding, which stays as it is"
     if not folding.config.hidden:

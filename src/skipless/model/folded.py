@@ -64,7 +64,10 @@ class Folding:
         return self.config.mlp_bias or self.shaped.input_shift != 0.0 or self.shaped.output_shift != 0.0
 
     def keeps_output(self, index: int) -> bool:
-        """Whether block `index` still has W_O: only the last of an attention-only model, which has no matrix behind."""
+        """Whether block `index` still has W_O: only the last of an attention-only model, which has no matrix behind.
+
+        Where W_O is the identity it is nowhere.
+        """
         return not self.config.hidden and index == self.config.depth - 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,6 +137,11 @@ def check_foldable(config: ModelConfig) -> None:
     for name, skip in skips.items():
         if skip.shortcut != 0.0:
             found.append(f"{name}.shortcut={skip.shortcut} (the stream is also needed unmixed, so nothing is saved)")
+    if not config.hidden and config.value_output == "identity":
+        raise ValueError(
+            "hidden=0 with value_output='identity': a block has W_Q and W_K alone, and there is nothing to merge; use "
+            "the model as it is"
+        )
     if found:
         raise ValueError(
             f"this model cannot be folded: {' and '.join(found)}. Only vanilla models fold, with norm='none' and "
@@ -142,8 +150,8 @@ def check_foldable(config: ModelConfig) -> None:
 
 
 def foldable_streams(config: ModelConfig) -> tuple[Stream, ...]:
-    """Which of W_Q, W_K, W_V are square, and have an MLP before them to go into."""
-    if not config.hidden:
+    """Which of W_Q, W_K, W_V are square, and have an MLP before them to go into; none where values are the stream."""
+    if not config.hidden or config.value_output == "identity":
         return ()
     return STREAMS if config.kv_heads == config.heads else ("query",)
 

@@ -40,6 +40,7 @@ class Transformer(nn.Module):
             position=config.position,
             bias_gain=config.bias_gain,
             value_gain_per_head=getattr(config.scheme, "per_head", False),
+            value_output=config.value_output,
             impl=impl,
         )
         self.blocks = nn.ModuleList(_block(config, shape, options) for shape in signal.attention_shapes(config))

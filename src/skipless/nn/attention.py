@@ -19,6 +19,7 @@ from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape
 from skipless.theory.tables import DenseShape, RescaledShape
 
 QueryKeyInit = Literal["zero-query", "zero-key", "small", "normal"]
+ValueOutput = Literal["trained", "identity"]
 
 _SHORTEST_STORED = 512
 
@@ -53,6 +54,7 @@ class AttentionOptions:
     position: Literal["rope", "relative", "none"] = "rope"
     bias_gain: bool = False
     value_gain_per_head: bool = False
+    value_output: ValueOutput = "trained"
     impl: str = "auto"
 
 
@@ -60,7 +62,8 @@ class ShapedAttention(nn.Module):
     """D·softmax(QKᵀ/√d_k + B)·V per head, then W_O; exactly A·V·W_O while QKᵀ = 0.
 
     An IdentityShape makes it Value-SkipInit: (αI + βA)V with trainable α = 1, β = 0 and plain attention (Sec. 3.1).
-    B and D are not trained; bias_gain adds one trainable factor on B per head, starting at 1.
+    With value_output="identity" W_V and W_O are absent: values are the input split by head, the output is the heads
+    side by side. B and D are not trained; bias_gain adds one trainable factor on B per head, starting at 1.
     They are derived from `shape`, never saved, and stay in float32 when the module is cast.
     """
 
@@ -79,11 +82,17 @@ class ShapedAttention(nn.Module):
                 f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads"
             )
         self.options = options or AttentionOptions()
+        if self.options.value_output == "identity" and kv_heads != heads:
+            raise ValueError(
+                f"kv_heads={kv_heads} with value_output='identity': values are then all {heads} heads of the input, "
+                f"and the kernels of attention take as many key heads; use kv_heads={heads}"
+            )
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
         self.query = nn.Linear(width, heads * self.head_width, bias=False)
         self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        self.output = nn.Linear(heads * self.head_width, width, bias=False)
+        trained = self.options.value_output == "trained"
+        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False) if trained else nn.Identity()
+        self.output = nn.Linear(heads * self.head_width, width, bias=False) if trained else nn.Identity()
         self.shape = shape
         gains = heads if self.options.value_gain_per_head else 1
         self.value_gains = nn.Parameter(torch.ones(gains)) if isinstance(shape, IdentityShape) else None
@@ -103,7 +112,8 @@ class ShapedAttention(nn.Module):
         gain = {"zero-query": (0.0, 1.0), "zero-key": (1.0, 0.0), "small": (scale, scale), "normal": (1.0, 1.0)}
         query_gain, key_gain = gain[query_key]
         for layer, factor in ((self.query, query_gain), (self.key, key_gain), (self.value, 1.0), (self.output, 1.0)):
-            fill(layer.weight, factor) if factor else nn.init.zeros_(layer.weight)
+            if isinstance(layer, nn.Linear):
+                fill(layer.weight, factor) if factor else nn.init.zeros_(layer.weight)
         if self.value_gains is not None and self.attention_gains is not None:
             nn.init.ones_(self.value_gains)
             nn.init.zeros_(self.attention_gains)
@@ -193,27 +203,41 @@ class ShapedAttention(nn.Module):
             old[name].copy_(tensor)
 
     def _joined(self, x: Tensor) -> Tensor | None:
-        """x times the three matrices as one product: in compiled training, where joining the weights costs nothing.
+        """x times several matrices as one product: in compiled training, where joining the weights costs nothing.
 
         Modules in their place, or hooks on them, are called as they are.
         """
         layers = self.joined_layers()
-        plain = all(type(layer) is nn.Linear and is_bare(layer) for layer in layers)
+        plain = bool(layers) and all(is_bare(layer) for layer in layers)
         if not (plain and torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return None
         joined = torch.cat([layer.weight for layer in layers]) if self.joined is None else self.joined
         return nn.functional.linear(x, joined)
 
     def joined_layers(self) -> tuple[nn.Linear, ...]:
-        """Those whose products of one input may be one; where their matrices are kept side by side, in `joined`."""
-        return self.query, self.key, self.value
+        """Those whose products of one input may be one; where their matrices are kept side by side, in `joined`.
+
+        Queries, keys and values; or queries and keys, where values have no matrix, or one that alone is frozen or alone
+        is trained: one product of matrices of both kinds would compute gradients that nobody wants.
+        """
+        joined: list[nn.Linear] = []
+        for layer in (self.query, self.key, self.value):
+            if type(layer) is not nn.Linear or layer.weight.requires_grad != self.query.weight.requires_grad:
+                break
+            joined.append(layer)
+        return tuple(joined) if len(joined) > 1 else ()
 
     def _by_head(self, x: Tensor, together: Tensor | None) -> tuple[Tensor, ...]:
         """Queries, keys and values by head, as they lie in the joined product where there is one."""
-        layers = self.joined_layers()
+        layers = (self.query, self.key, self.value)
         if together is None:
-            return tuple(self._split(part) for part in applied(x, *layers))
-        return tuple(self._split(part) for part in together.split([layer.out_features for layer in layers], dim=-1))
+            q, k, v = applied(x, *layers)
+        else:
+            widths = [layer.out_features for layer in self.joined_layers()]
+            q, k, *rest = together.split(widths, dim=-1)
+            v = rest[0] if rest else self.value(x)
+        # autocast has cast queries and keys, but not values that are the input itself
+        return self._split(q), self._split(k), self._split(v.to(k.dtype))
 
     def _projected(self, x: Tensor, together: Tensor | None, placement: Placement) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head; the first two are rotated."""

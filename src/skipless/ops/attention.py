@@ -88,8 +88,9 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
 def turned_attention(request: Request, together: Tensor, cos: Tensor, sin: Tensor, impl: str) -> Tensor | None:
     """shaped_attention(rotated q, rotated k, v, …) by one operator, whose gradient is that of `together` at once.
 
-    The request's q, k and v are the parts of together (batch, T, features), in this order and not rotated. cos and sin:
-    (batch or 1, 1, T, head_width/2). None where `impl` means other kernels than "triton", or those refuse this.
+    The request's q, k and v are the parts of together (batch, T, features), in this order and not rotated; or q and k
+    alone are, and v is a tensor of its own. cos and sin: (batch or 1, 1, T, head_width/2). None where `impl` means
+    other kernels than "triton", or those refuse this.
     """
     batch, _, length, width = request.check().q.shape
     fits = cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1:] == (1, length, width // 2)

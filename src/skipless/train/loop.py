@@ -146,8 +146,8 @@ def _flush(session: Session, step: int, pending: list, watch: GradientWatch, beg
     for offset, norm in enumerate(norms):
         if warning := watch.see(first + offset, norm):
             logger.warning("%s", warning)
-    rates = session.experiment.optimizer.rates
-    rate = rates["value"] * progress.rate_factor * warmup_cosine(step + 1, config.steps, config.warmup)
+    peak = session.experiment.optimizer.peak_rate
+    rate = peak * progress.rate_factor * warmup_cosine(step + 1, config.steps, config.warmup)
     session.paces.append(seconds / len(pending))
     pace = len(pending) * config.batch_size * config.length / max(seconds, 1e-9)
     line = Line(step + 1, losses[-1], progress.ema or 0.0, rate, norms[-1], pace)

@@ -17,7 +17,7 @@ from skipless.train.distributed import World, distribute
 from skipless.train.ending import Ending
 from skipless.train.graph import chosen, refusal
 from skipless.train.log import Board, Display
-from skipless.train.optim import build_optimizer
+from skipless.train.optim import build_optimizer, freeze
 from skipless.train.run import RunFolder
 
 logger = logging.getLogger("skipless")
@@ -130,6 +130,7 @@ def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.
     torch.manual_seed(config.seed)
     with world.device:
         model = Transformer(experiment.model, impl=config.impl)
+    freeze(model, experiment.optimizer)
     if config.recompute:
         model.recompute = _recompute
     if config.compile:

@@ -29,12 +29,16 @@ def attend(request: Request) -> Tensor:
 
 
 def attend_turned(request: Request, together: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`attend` with q and k rotated first: q, k, v are the parts of `together` (batch, T, features), in this order."""
+    """`attend` with q and k rotated first: q, k, v are the parts of `together` (batch, T, features), in this order.
+
+    Where together has room for q and k alone, v is read as it is.
+    """
     from skipless.ops.triton import turned
 
     heads, kv_heads, parts = request.q.shape[1], request.k.shape[1], request.parts
+    values = request.v if together.shape[2] == (heads + kv_heads) * request.q.shape[3] else None
     return turned.turned_attention(
-        together, cos, sin, heads, kv_heads, _vectors(request), parts.row, _placed(request), parts.causal
+        together, values, cos, sin, heads, kv_heads, _vectors(request), parts.row, _placed(request), parts.causal
     )[0]
 
 

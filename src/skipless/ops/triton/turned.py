@@ -1,7 +1,8 @@
 """Attention from one joined product of queries, keys and values, with rotary positions, as a torch operator.
 
 The rotation's gradient is taken where the kernels hold dq and dk, and all three gradients are written where the joined
-product's belongs: no pass over memory turns them back or puts them side by side.
+product's belongs: no pass over memory turns them back or puts them side by side. Values that are not in the product,
+since they have no matrix or one that is not trained, come beside it.
 """
 
 from typing import Any
@@ -61,81 +62,98 @@ def _tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int]:
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0)
 
 
-def _empty(together: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(together: Tensor, heads: int, kv_heads: int, values: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, turned), to be filled."""
     batch, length, features = together.shape
-    width = features // (heads + 2 * kv_heads)
+    width = features // (heads + (2 if values is None else 1) * kv_heads)
     out = together.new_empty(batch, length, heads, width).transpose(1, 2)
     lse = together.new_empty(batch, heads, length, dtype=torch.float32)
     return out, lse, together.new_empty(batch, length, heads + kv_heads, width)
 
 
-def _call(together: Tensor, turned: Tensor, heads: int, kv_heads: int, *rest) -> Call:
-    """The problem with queries and keys from `turned`, and values where the product put them."""
+def _call(together: Tensor, values: Tensor | None, turned: Tensor, heads: int, kv_heads: int, *rest) -> Call:
+    """The problem with queries and keys from `turned`, and values where the product put them, or from `values`."""
     width = turned.shape[3]
     q, k = _by_head(turned.flatten(2), width, heads, kv_heads)
-    v = _by_head(together, width, heads + kv_heads, kv_heads)[1]
+    v = _by_head(together, width, heads + kv_heads, kv_heads)[1] if values is None else values
     return Call(aligned(q), aligned(k), aligned(v), *rest)
+
+
+def _empty_gradients(together: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Those by `together` and by `values`, laid out as products are; without values the second has no entries."""
+    first = torch.empty_like(together, memory_format=torch.contiguous_format)
+    if values is None:
+        return first, together.new_empty(0)
+    batch, heads, length, width = values.shape
+    return first, values.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 @library.custom_op("skipless::turned_attention", mutates_args=())
 def turned_attention(
-    together: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
+    together: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
     vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse − log₂D in exponents of 2, rotated queries and keys side by side).
 
     together: (batch, T, (heads + 2·kv_heads)·head_width). cos, sin: (batch or 1, 1, T, head_width/2) in float32.
+    values: None, or (batch, kv_heads, T, head_width), and together then has (heads + kv_heads)·head_width features.
     """
     together = together.contiguous()
-    out, lse, turned = _empty(together, heads, kv_heads)
+    out, lse, turned = _empty(together, heads, kv_heads, values)
     launch = sizes(turned.shape[3], turned.dtype).forward
     with torch.cuda.device_of(together):
         _run_rotate(together, _tables(cos, sin), turned)
-        run_forward(_call(together, turned, heads, kv_heads, vectors, row, places, causal), out, lse, launch)
+        call = _call(together, values, turned, heads, kv_heads, vectors, row, places, causal)
+        run_forward(call, out, lse, launch)
     return out, lse, turned
 
 
 @library.custom_op("skipless::turned_attention_backward", mutates_args=())
 def turned_attention_backward(
-    dout: Tensor, together: Tensor, cos: Tensor, sin: Tensor, turned: Tensor, out: Tensor, lse: Tensor, heads: int,
-    kv_heads: int, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool,
-) -> Tensor:  # fmt: skip
-    """The gradient by `together`."""
+    dout: Tensor, together: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, turned: Tensor, out: Tensor,
+    lse: Tensor, heads: int, kv_heads: int, vectors: list[Tensor], row: Tensor | None, places: list[Tensor],
+    causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients by `together` and by `values`; the second has no entries where there are none."""
     together = together.contiguous()
-    gradient = torch.empty_like(together)
-    parts = _by_head(gradient, turned.shape[3], heads, kv_heads, kv_heads)
-    call = _call(together, turned, heads, kv_heads, vectors, row, places, causal)
+    gradient, by_values = _empty_gradients(together, values)
+    width = turned.shape[3]
+    if values is None:
+        parts = _by_head(gradient, width, heads, kv_heads, kv_heads)
+    else:
+        parts = (*_by_head(gradient, width, heads, kv_heads), by_values)
+    call = _call(together, values, turned, heads, kv_heads, vectors, row, places, causal)
     with torch.cuda.device_of(together):
         run_backward(call, out, aligned(dout), lse, parts, _tables(cos, sin))
-    return gradient
+    return gradient, by_values
 
 
 @turned_attention.register_fake
-def _(together, cos, sin, heads, kv_heads, vectors, row, places, causal):
-    return _empty(together, heads, kv_heads)
+def _(together, values, cos, sin, heads, kv_heads, vectors, row, places, causal):
+    return _empty(together, heads, kv_heads, values)
 
 
 @turned_attention_backward.register_fake
-def _(dout, together, cos, sin, turned, out, lse, heads, kv_heads, vectors, row, places, causal):
-    return torch.empty_like(together, memory_format=torch.contiguous_format)
+def _(dout, together, values, cos, sin, turned, out, lse, heads, kv_heads, vectors, row, places, causal):
+    return _empty_gradients(together, values)
 
 
 def _save(ctx, inputs, output) -> None:
-    together, cos, sin, heads, kv_heads, vectors, row, places, causal = inputs
+    together, values, cos, sin, heads, kv_heads, vectors, row, places, causal = inputs
     out, lse, turned = output
-    ctx.save_for_backward(together, cos, sin, turned, out, lse, row, *vectors, *places)
+    ctx.save_for_backward(together, cos, sin, turned, out, lse, row, values, *vectors, *places)
     ctx.constants = heads, kv_heads, causal
 
 
 def _differentiate(ctx, dout: Tensor, dlse: Tensor, dturned: Tensor):
-    together, cos, sin, turned, out, lse, row, slope, column, diagonal, row_scale, *places = ctx.saved_tensors
+    together, cos, sin, turned, out, lse, row, values, slope, column, diagonal, row_scale, *places = ctx.saved_tensors
     heads, kv_heads, causal = ctx.constants
-    gradient = turned_attention_backward(
-        dout, together, cos, sin, turned, out, lse, heads, kv_heads,
+    gradient, by_values = turned_attention_backward(
+        dout, together, values, cos, sin, turned, out, lse, heads, kv_heads,
         [slope, column, diagonal, row_scale], row, places, causal,
     )  # fmt: skip
-    return gradient, None, None, None, None, [None] * 4, None, [None] * len(places), None
+    by_values = None if values is None else by_values
+    return gradient, by_values, None, None, None, None, [None] * 4, None, [None] * len(places), None
 
 
 library.register_autograd("skipless::turned_attention", _differentiate, setup_context=_save)

@@ -4,7 +4,7 @@ from skipless.train.optim.adam import FusedAdam
 from skipless.train.optim.build import build_optimizer, set_rates
 from skipless.train.optim.clip import clip_factor, clip_gradients
 from skipless.train.optim.config import OptimizerConfig
-from skipless.train.optim.groups import parameter_groups
+from skipless.train.optim.groups import freeze, parameter_groups
 from skipless.train.optim.muon import Muon, newton_schulz
 from skipless.train.optim.schedule import warmup_cosine
 from skipless.train.optim.soap import SOAP
@@ -17,6 +17,7 @@ __all__ = [
     "build_optimizer",
     "clip_factor",
     "clip_gradients",
+    "freeze",
     "newton_schulz",
     "parameter_groups",
     "set_rates",

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from skipless.train.optim.adam import FusedAdam
 from skipless.train.optim.composite import Composite
 from skipless.train.optim.config import ROLES, OptimizerConfig
-from skipless.train.optim.groups import parameter_groups
+from skipless.train.optim.groups import freeze, parameter_groups
 from skipless.train.optim.muon import Muon
 from skipless.train.optim.orthogonal import keep_orthogonal
 from skipless.train.optim.soap import SOAP
@@ -20,11 +20,13 @@ _DEVICE_FLAGS = ("fused", "foreach", "capturable", "renews_itself")
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> Optimizer:
     """The optimiser of `config` over all trainable parameters: one group per kind of parameter, named in group["name"].
 
-    Muon and SOAP take the blocks' matrices; the embedding, an untied head and all vectors stay with Adam. Every group
-    remembers its highest rate in group["rate"] and starts at it; set_rates moves group["lr"].
+    Matrices whose role has the rate 0 are frozen first. Muon and SOAP take the blocks' matrices; the embedding, an
+    untied head and all vectors stay with Adam. Every group remembers its highest rate in group["rate"] and starts at
+    it; set_rates moves group["lr"].
     capturable: rates and step counts as tensors on the device, as a CUDA graph of the step needs. SOAP's bases are then
     renewed by optimizer.renew(), to be called after every step, and its first step must not be captured.
     """
+    freeze(model, config)
     groups = parameter_groups(model, config)
     device = groups[0]["params"][0].device
     if capturable and device.type != "cuda":

@@ -28,7 +28,9 @@ class OptimizerConfig:
     embedding_rate: 2e-4 for WikiText-103, 5e-4 for C4 (App. H), whatever the network.
     vector_rate: biases, norm and skip gains. None: `rate`; with Muon, whose rate is of another scale, 3e-5.
     head_rate: an untied head's matrix. None: `rate`; with Muon, which leaves it to Adam, the embedding's.
-    role_rates: factors on `rate` by the role of a block's matrix, such as {"value": 0.5, "output": 0.5}.
+    gain_rate: trained skip weights (SkipInit's β), Value-SkipInit's two gains and the bias gain. None: vectors' rate.
+    role_rates: factors on `rate` by the role of a block's matrix, such as {"value": 0.5, "output": 0.5}. 0 freezes it:
+        no gradient is computed, and the optimiser keeps no state of it.
     weight_decay: on matrices and the embedding, never on vectors; in the gradient for "adam" (L2), apart from it
         (Loshchilov and Hutter 2019) for the others.
     betas, eps: Adam's, also for what Muon and SOAP leave to it. soap_betas: those of SOAP's matrices.
@@ -56,6 +58,7 @@ class OptimizerConfig:
     max_precondition_width: int = 10_000
     clip: float | None = 0.1
     keep_orthogonal: tuple[str, ...] = ()
+    gain_rate: float | None = None
 
     def __post_init__(self):
         for name in ("betas", "soap_betas"):
@@ -66,15 +69,26 @@ class OptimizerConfig:
         _check_numbers(self)
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        """Roles whose matrices stay as they start."""
+        return tuple(role for role in ROLES if self.role_rates.get(role) == 0.0)
+
+    @property
+    def peak_rate(self) -> float:
+        """`rate`, or the usual one: what roles' factors and the schedule multiply."""
+        return USUAL_RATES[self.name] if self.rate is None else self.rate
+
+    @property
     def rates(self) -> dict[str, float]:
-        """The highest rate of every group: "embedding", "head", "vectors" and each role."""
-        rate = USUAL_RATES[self.name] if self.rate is None else self.rate
+        """The highest rate of every group: "embedding", "head", "vectors", each role, and "gains" if they have one."""
+        rate = self.peak_rate
         vectors, head = (MUON_VECTOR_RATE, self.embedding_rate) if self.name == "muon" else (rate, rate)
         return {
             "embedding": self.embedding_rate,
             "head": head if self.head_rate is None else self.head_rate,
             "vectors": vectors if self.vector_rate is None else self.vector_rate,
             **{role: rate * self.role_rates.get(role, 1.0) for role in ROLES},
+            **({} if self.gain_rate is None else {"gains": self.gain_rate}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +129,9 @@ def _check_choices(config: OptimizerConfig) -> None:
 
 
 def _check_numbers(config: OptimizerConfig) -> None:
-    rates = {name: getattr(config, name) for name in ("rate", "embedding_rate", "vector_rate", "head_rate")}
+    rates = {
+        name: getattr(config, name) for name in ("rate", "embedding_rate", "vector_rate", "head_rate", "gain_rate")
+    }
     factors = {f"role_rates[{role!r}]": value for role, value in config.role_rates.items()}
     for name, value in {**rates, **factors, "eps": config.eps, "weight_decay": config.weight_decay}.items():
         if value is not None and not 0.0 <= value < math.inf:
