@@ -93,7 +93,6 @@ def command(
     skipless kernels                           seven networks, 100 blocks deep
     skipless kernels e-spa --depth 200         one scheme, attention-only
     skipless kernels wikitext103/e-spa         a model of the paper, with MLPs
-    skipless kernels wikitext103/e-spa --mirrored
     skipless kernels alibi --skip 1,1 --norm post --check
     """
     from skipless.cli.kernel_request import Flags, name_list
@@ -104,6 +103,5 @@ def command(
         return
     asked = (depth, gamma_final, rho_final, skip, mlp_skip, norm, activation, mirrored, calibration)
     flags = Flags(*asked, length, repeat_rate, input_kind, seed, blocks)
-    lost = run(name, flags, Outputs(figure, no_figure, json_file))
-    if check and lost:
+    if run(name, flags, Outputs(figure, no_figure, json_file)) and check:
         raise typer.Exit(1)
