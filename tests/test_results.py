@@ -8,9 +8,10 @@ import pytest
 
 from skipless.recipes.reproduce.catalogue import ITEMS
 from skipless.recipes.reproduce.document import as_json, gather, markdown
-from skipless.recipes.reproduce.job import Setting
+from skipless.recipes.reproduce.job import Setting, make_job
 from skipless.recipes.reproduce.log import ResultsFolder
 from skipless.recipes.reproduce.scale import SCALES
+from skipless.recipes.reproduce.text import Text
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -56,3 +57,14 @@ def test_the_readme_counts_claims_that_hold_and_fail(row):
     assert int(word[2]) == held + failed
     assert int(word[1]) == (failed if "fail" in (word[4] or "") else held)
     assert bool(word[3]) == bool(not_run)
+
+
+@pytest.mark.parametrize("log", sorted((ROOT / "results" / "logs").glob("*.jsonl")), ids=lambda log: log.stem)
+def test_every_run_in_the_logs_has_the_key_that_its_settings_give_today(log):
+    """New fields of a configuration must leave the keys of old runs as they are: tables find runs by them."""
+    for line in log.read_text().splitlines():
+        run = json.loads(line)
+        item, setting = ITEMS[run["item"]], Setting.of(SCALES[run["scale"]], Text(**run["text"]))
+        arm = item.arm(run["arm"])
+        job = make_job(item, arm, setting, run["rate"], run["seed"], run["multiple"], run["measure"])
+        assert job.key == run["key"], (run["item"], run["arm"])

@@ -124,6 +124,16 @@ def test_flags_reach_the_network(kernels) -> None:
     assert config["hidden"] > 0
 
 
+@pytest.mark.parametrize("name", ["e-spa", "wikitext103/e-spa"])
+def test_mirrored_mlps_change_nothing_that_attention_does(kernels, name) -> None:
+    words = (*SMALL, "--repeat-rate", "0.02", "--json", "-", "--no-figure")
+    mirrored, alone = (json.loads(kernels(name, *words, *more)) for more in (("--mirrored",), ("--activation", "none")))
+    (ours,), (theirs,) = mirrored["networks"], alone["networks"]
+    assert (ours["config"]["mlp_init"], ours["config"]["activation"]["base"]) == ("mirrored", "gelu")
+    assert ours["config"]["hidden"] > 0 == theirs["config"]["hidden"]
+    assert ours["certificate"] == theirs["certificate"]
+
+
 def test_a_presets_mlps_can_be_left_out(kernels) -> None:
     words = ("--activation", "none", "--json", "-", "--no-figure")
     assert json.loads(kernels("c4/pre-ln", *SMALL, *words))["networks"][0]["config"]["hidden"] == 0
@@ -139,6 +149,9 @@ def test_a_presets_mlps_can_be_left_out(kernels) -> None:
         (("fig5", "--depth", "9"), "which takes --length, --seed"),
         (("standard", "--mlp-skip", "0.9"), "add --activation"),
         (("e-spa", "--calibration", "mlp-aware"), "needs MLPs"),
+        (("e-spa", "--mirrored", "--activation", "none"), "--mirrored is about MLPs"),
+        (("e-spa", "--mirrored", "--activation", "tanh"), "φ(x) − φ(−x) must be a multiple of x"),
+        (("fig7", "--mirrored"), "--mirrored does not apply to fig7"),
         (("e-spa", "--skip", "1,1"), "give one weight"),
         (("standard", "--skip", "1.5"), "in [0, 1)"),
         (("standard", "--skip", "big"), "in [0, 1)"),

@@ -18,6 +18,8 @@ CASES = {
         "mlp_skip": Skip(1.0, 0.0, trainable=True),
         "norm": "pre",
     },
+    "mirrored": {"mlp_init": "mirrored"},
+    "identity-values": {"mlp_init": "mirrored", "value_output": "identity", "kv_heads": 4},
     "bias-gain": {"bias_gain": True, "scheme": ExponentialSPA(gamma_final=0.1, repeat_rate=0.01)},
 }
 

@@ -72,6 +72,19 @@ def test_cached_logits_equal_the_full_forward_in_other_networks(changes):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scheme", ["e-spa", "u-spa", "v-skipinit", "alibi"])
+@pytest.mark.parametrize("position", ["rope", "relative"])
+def test_values_without_a_matrix_are_cached_as_they_come(scheme, position):
+    """With padding too: what is kept of a token is the stream itself."""
+    model = trained(scheme, position=position, kv_heads=4, value_output="identity", mlp_init="mirrored")
+    tokens, mask = tokens_of(2, 28), torch.ones(2, 28, dtype=torch.long)
+    torch.testing.assert_close(in_chunks(model, tokens, [7, 1, 9, 11]), model(tokens), rtol=0, atol=TOLERANCE)
+    mask[0, :5] = 0
+    logits = in_chunks(model, tokens, [12, 1, 15], mask)
+    torch.testing.assert_close(logits[:1, 5:], model(tokens[:1, 5:]), rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("position", ["rope", "relative", "none"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_padded_rows_equal_each_row_alone(scheme, position):

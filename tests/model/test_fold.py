@@ -109,6 +109,34 @@ def test_every_scheme_and_position(scheme, position, kv_heads):
     assert difference(model, fold(model)) <= 1e-12
 
 
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+@pytest.mark.parametrize("activation", ["gelu", "tat-leaky_relu", "dks-leaky_relu"])
+def test_mirrored_networks_fold_as_others_do(scheme, activation):
+    shaped = named_activation(activation, 36, Skip())
+    model = network(scheme=scheme, activation=shaped, mlp_init="mirrored")
+    folded = fold(model)
+    assert folded.folding.streams[1:].count(None) == 0
+    assert difference(model, folded) <= 1e-12
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+def test_without_values_of_their_own_only_the_constants_of_the_activation_are_merged(scheme, tmp_path):
+    shaped = named_activation("tat-leaky_relu", 36, Skip())
+    residual = {"attention_skip": Skip(0.0, 0.7, trainable=True)} if isinstance(scheme, StandardAttention) else {}
+    model = network(scheme=scheme, activation=shaped, value_output="identity", bias_gain=True, **residual)
+    folded = fold(model)
+    assert folded.report.saved == 0.0
+    assert set(folded.folding.streams) == {None}
+    spec = folded.blocks[0].mlp.inner.activation.spec
+    assert (spec.output_scale, spec.negative_slope) == (1.0, shaped.negative_slope)
+    assert str(folded.report).count("W_V and W_O are the identity: only the activation's constants are merged") == 4
+    assert difference(model, folded) <= 1e-12
+    folded.save(tmp_path / "folded.safetensors")
+    loaded = FoldedTransformer.load(tmp_path / "folded.safetensors", impl="reference")
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in folded.state_dict().items())
+    assert difference(folded, loaded) <= 1e-13
+
+
 def test_grouped_queries_fold_their_query_alone():
     model = network(kv_heads=2)
     folded = fold(model)
@@ -231,6 +259,7 @@ def test_saved_models_load_back(tmp_path):
         ({"norm": "post"}, "norm='post'"),
         ({"attention_skip": Skip.normalised(0.5)}, r"attention_skip.shortcut=0.5 .*Only vanilla models fold"),
         ({"mlp_skip": Skip(1.0, 1.0)}, r"mlp_skip.shortcut=1.0"),
+        ({"hidden": 0, "value_output": "identity"}, "there is nothing to merge; use the model as it is"),
         ({"norm": "pre", "mlp_skip": Skip(1.0, 1.0)}, r"norm='pre' .* and mlp_skip.shortcut=1.0"),
     ],
 )

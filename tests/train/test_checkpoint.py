@@ -26,6 +26,10 @@ OPTIMIZERS = {
 }
 
 
+MIRRORED = CONFIG.replace(mlp_init="mirrored", value_output="identity")
+FROZEN = dict.fromkeys(("value", "output", "up"), 0.0)
+
+
 def make(name: str = "torch-adam", config: ModelConfig = CONFIG, seed: int = 0):
     torch.manual_seed(seed)
     model = Transformer(config)
@@ -78,6 +82,28 @@ def test_resuming_is_exact(tmp_path, name, pause):
 
     resumed, new_optimizer = make(name, seed=1)
     assert load_checkpoint(tmp_path, resumed, new_optimizer) == (pause, {"ema": 0.1, "note": ["a", None]})
+    assert losses + train(resumed, new_optimizer, pause, 6) == expected
+    assert_equal(weights(resumed), weights(model))
+
+
+@pytest.mark.parametrize("name", ["adam", "muon", "soap"])
+@pytest.mark.parametrize("config", [MIRRORED, CONFIG], ids=["identity", "frozen"])
+@pytest.mark.parametrize("pause", [0, 3])
+def test_networks_without_values_and_with_frozen_matrices_resume_exactly(tmp_path, name, config, pause):
+    settings = OptimizerConfig(name=name, rate=1e-2, precondition_every=2, role_rates=FROZEN)
+
+    def begin(seed: int):
+        torch.manual_seed(seed)
+        model = Transformer(config)
+        return model, build_optimizer(model, settings)
+
+    model, optimizer = begin(0)
+    expected = train(model, optimizer, 0, 6)
+    interrupted, its_optimizer = begin(0)
+    losses = train(interrupted, its_optimizer, 0, pause)
+    save_checkpoint(tmp_path, pause, interrupted, its_optimizer, {}, keep=1)
+    resumed, new_optimizer = begin(1)
+    assert load_checkpoint(tmp_path, resumed, new_optimizer) == (pause, {})
     assert losses + train(resumed, new_optimizer, pause, 6) == expected
     assert_equal(weights(resumed), weights(model))
 

@@ -10,11 +10,15 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
 from skipless.train.config import Experiment
 from skipless.train.distributed import World
 from skipless.train.loop import train
 from skipless.train.metrics import read_metrics
+from skipless.train.optim import OptimizerConfig, build_optimizer
 from skipless.train.run import RunFolder
 from skipless.train.session import open_session
 
@@ -84,6 +88,25 @@ def test_two_processes_train_as_one(experiment, tmp_path, strategy):
     assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-5
 
 
+@pytest.mark.parametrize(("strategy", "values"), [("ddp", "trained"), ("fsdp", "trained"), ("fsdp", "identity")])
+def test_two_processes_train_mirrored_networks_as_one(experiment, tmp_path, strategy, values):
+    """With values that have no matrix, or a frozen one, which stays as it starts to the bit."""
+    torch.set_num_threads(1)
+    model = experiment.model.replace(mlp_init="mirrored", value_output=values)
+    settings = dataclasses.replace(experiment.optimizer, name="muon", role_rates={"value": 0.0, "output": 0.0})
+    experiment = dataclasses.replace(experiment, model=model, optimizer=settings)
+    experiment = changed(experiment, steps=12, log_every=1, checkpoint_every=0, eval_every=12)
+    train(experiment, tmp_path / "one", device="cpu", quiet=True)
+    by_two(changed(experiment, strategy=strategy), tmp_path / "two", tmp_path)
+    alone, together = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(alone) == len(together) == 12
+    assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) < 1e-5
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    still = [name for name in one if ".value." in name or ".output." in name]
+    assert len(still) == (16 if values == "trained" else 0)
+    assert all(torch.equal(one[name], two[name]) for name in still)
+
+
 @pytest.mark.parametrize(("accumulate", "fits", "size"), [(2, 1, 8), (6, 3, 12)])
 def test_micro_batches_must_divide_the_rows_of_each_process(experiment, tmp_path, accumulate, fits, size):
     """Rows that no micro-batch takes would be lost without a word."""
@@ -91,6 +114,20 @@ def test_micro_batches_must_divide_the_rows_of_each_process(experiment, tmp_path
     words = f"the 3 rows that each of 2 processes has .* train.accumulate={fits}, or --set train.batch_size={size}$"
     with RunFolder.open(tmp_path, experiment, resume=False) as run, pytest.raises(ValueError, match=words):
         open_session(experiment, World(0, 2, torch.device("cpu")), run, quiet=True)
+
+
+def test_a_replicated_model_must_be_frozen_before():
+    """DDP would wait for gradients that never come."""
+
+    class Replicated(DistributedDataParallel):
+        def __init__(self, module):
+            torch.nn.Module.__init__(self)
+            self.module = module
+
+    model = Transformer(ModelConfig(vocab_size=9, width=16, depth=2, heads=2, activation="gelu"))
+    with pytest.raises(ValueError, match=r"role_rates freezes up, but .* call freeze\(model, config\) before"):
+        build_optimizer(Replicated(model), OptimizerConfig(role_rates={"up": 0.0}))
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_checkpoint_of_two_is_taken_up_by_one_and_back(experiment, tmp_path):

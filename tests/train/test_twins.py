@@ -28,14 +28,22 @@ NETWORK = ModelConfig(
 )
 
 
-def build(monkeypatch, twins: bool, **fields) -> TrainStep:
+IDENTITY = NETWORK.replace(mlp_init="mirrored", value_output="identity")
+FROZEN = {"value": 0.0, "output": 0.0}
+each_network = pytest.mark.parametrize(
+    ("network", "roles", "joined"), [(NETWORK, {}, 3), (NETWORK, FROZEN, 2), (IDENTITY, {}, 2)],
+    ids=["all", "frozen", "identity"],
+)  # fmt: skip
+
+
+def build(monkeypatch, twins: bool, network: ModelConfig = NETWORK, roles=None, **fields) -> TrainStep:
     """Both update by torch's Adam: its kernel for twins rounds otherwise, and is compared in test_optim_adam."""
     monkeypatch.setattr(step_module, "takes_twins", lambda optimizer: twins)
     monkeypatch.setattr(adam_module, "serves", lambda group: False)
     torch.manual_seed(0)
     with DEVICE:
-        model = Transformer(NETWORK, impl="sdpa")
-    settings = OptimizerConfig("adam", rate=1e-2, embedding_rate=1e-3, weight_decay=0.1)
+        model = Transformer(network, impl="sdpa")
+    settings = OptimizerConfig("adam", rate=1e-2, embedding_rate=1e-3, weight_decay=0.1, role_rates=roles or {})
     optimizer = build_optimizer(model, settings, capturable=DEVICE.type == "cuda")
     config = TrainConfig(**{"steps": 50, "warmup": 5, "length": 16, "batch_size": 4, "precision": "bf16", **fields})
     step = TrainStep(model, optimizer, config, World(0, 1, DEVICE), clip=0.1, packed=False)
@@ -75,8 +83,9 @@ def test_every_step_is_autocasts(monkeypatch, precision):
 
 
 @pytest.mark.parametrize("precision", HALF)
-def test_without_clipping_they_are_so_to_the_last_bit(monkeypatch, precision):
-    ours, theirs = (build(monkeypatch, twins, precision=precision) for twins in (True, False))
+@each_network
+def test_without_clipping_they_are_so_to_the_last_bit(monkeypatch, precision, network, roles, joined):
+    ours, theirs = (build(monkeypatch, twins, network, roles, precision=precision) for twins in (True, False))
     ours.clip = theirs.clip = None
     for index in range(5):
         assert torch.equal(ours(index, batch_of(index))[0], theirs(index, batch_of(index))[0])
@@ -102,8 +111,11 @@ def test_gradients_are_autocasts_bit_for_bit(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # hidden by torch
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch):
-    ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
+@each_network
+def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch, network, roles, joined):
+    """Those that are trained: values with a frozen matrix, or with none, are computed by themselves."""
+    torch._dynamo.reset()  # each network is a graph of its own, and others have been compiled before
+    ours, theirs = (build(monkeypatch, twins, network, roles) for twins in (True, False))
     for each in (ours, theirs):
         each.clip = None
         for block in each.model.blocks:
@@ -111,14 +123,18 @@ def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch):
     for index in range(3):
         assert torch.equal(ours(index, batch_of(index))[0], theirs(index, batch_of(index))[0])
     layers = [layer for block in ours.model.blocks for layer in block.attention.inner.joined_layers()]
-    assert len(layers) == 9
+    assert len(layers) == 3 * joined
     for layer in layers:
         twin = twin_of(layer.weight)
         assert twin is not None
-        joined, rows = vars(twin)["joined"]
+        matrix, rows = vars(twin)["joined"]
+        assert len(matrix) == joined * 64
         assert twin.grad is None
-        assert torch.equal(gradient_of(layer.weight), joined.grad[rows])
-        assert joined[rows].data_ptr() == twin.data_ptr()
+        assert torch.equal(gradient_of(layer.weight), matrix.grad[rows])
+        assert matrix[rows].data_ptr() == twin.data_ptr()
+    for name, parameter in ours.model.named_parameters():
+        frozen = any(f".{role}." in name for role in roles)
+        assert (gradient_of(parameter) is None) is frozen
     for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(block.attention.inner.joined is None for block in ours.model.blocks)

@@ -140,4 +140,5 @@ def _norm_words(config: ModelConfig) -> str:
 def _activation_words(config: ModelConfig) -> str:
     shaped = config.shaped_activation
     name = shaped.base.replace("_", " ")
-    return name if shaped == ShapedActivation(shaped.base) else f"shaped {name}"
+    name = name if shaped == ShapedActivation(shaped.base) else f"shaped {name}"
+    return f"mirrored {name}" if config.mlp_init == "mirrored" else name

@@ -56,6 +56,7 @@ class Flags:
     mlp_skip: str | None = None
     norm: str | None = None
     activation: str | None = None
+    mirrored: bool | None = None
     calibration: str | None = None
     length: int | None = None
     repeat_rate: float | None = None
@@ -152,11 +153,13 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, flags: Flags)
             changes[field] = _skip(text, "--mlp-skip" if field == "mlp_skip" else "--skip")
     if flags.skip is not None and "," in flags.skip and isinstance(scheme, ExponentialSPA | UniformSPA):
         raise ValueError(f"--skip is {flags.skip}; with SPA attention give one weight α, which makes β = √(1−α²)")
-    if flags.activation == "none" or (name in SCHEMES and flags.activation is None):
+    if flags.activation == "none" or (name in SCHEMES and flags.activation is None and not flags.mirrored):
         _refuse_mlp_flags(flags)
         changes["hidden"] = 0
     elif flags.activation is not None:
         changes["activation"] = flags.activation
+    if flags.mirrored:
+        changes = {"mlp_init": "mirrored", "activation": None} | changes
     if name not in SCHEMES:
         return presets.preset(name, **changes)
     bare: dict[str, Any] = {"depth": paper_kernels.DEPTH, "position": "none", "activation": "identity"}
@@ -166,6 +169,8 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, flags: Flags)
 def _refuse_mlp_flags(flags: Flags) -> None:
     if flags.mlp_skip is not None:
         raise ValueError("--mlp-skip needs MLPs, and this network is attention-only: add --activation, e.g. dks-gelu")
+    if flags.mirrored:
+        raise ValueError("--mirrored is about MLPs, and this network is attention-only: leave out --activation none")
     if flags.calibration == "mlp-aware":
         raise ValueError("--calibration mlp-aware needs MLPs: add --activation dks-gelu, or use --calibration exact")
 

@@ -47,6 +47,9 @@ NormName = Annotated[Norm | None, _option("Where RMSNorm stands.", _NETWORK)]
 Activation = Annotated[
     str | None, _option("MLPs with dks-gelu, tat-leaky_relu, gelu, …; none is attention-only.", _NETWORK)
 ]
+Mirrored = Annotated[
+    bool | None, _option("MLPs of mirrored pairs: at the start rotations, at any width.", _NETWORK, "--mirrored")
+]
 CalibrationName = Annotated[Calibration | None, _option("SPA's constants: the paper's, or ours.", _NETWORK)]
 Length = Annotated[int | None, _option("Locations T (100).", _SIGNAL)]
 Rate = Annotated[float | None, _option("P(two locations hold the same token).", _SIGNAL)]
@@ -71,6 +74,7 @@ def command(
     mlp_skip: MlpSkip = None,
     norm: NormName = None,
     activation: Activation = None,
+    mirrored: Mirrored = None,
     calibration: CalibrationName = None,
     length: Length = None,
     repeat_rate: Rate = None,
@@ -97,8 +101,7 @@ def command(
     if list_names:
         typer.echo(name_list())
         return
-    asked = (depth, gamma_final, rho_final, skip, mlp_skip, norm, activation, calibration)
+    asked = (depth, gamma_final, rho_final, skip, mlp_skip, norm, activation, mirrored, calibration)
     flags = Flags(*asked, length, repeat_rate, input_kind, seed, blocks)
-    lost = run(name, flags, Outputs(figure, no_figure, json_file))
-    if check and lost:
+    if run(name, flags, Outputs(figure, no_figure, json_file)) and check:
         raise typer.Exit(1)

@@ -79,7 +79,7 @@ class ModelConfig:
         given = self.activation
         if not isinstance(given, ShapedActivation):
             default = "gelu" if self.mlp_init == "mirrored" else "dks-gelu"
-            name = (given or default) if self.hidden else "identity"
+            name = "identity" if not self.hidden else default if given is None else given
             object.__setattr__(self, "activation", named_activation(name, self.depth, self.mlp_skip))
         checks.check_mirrored(self, given)
 

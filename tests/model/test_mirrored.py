@@ -1,0 +1,173 @@
+"""Networks of mirrored MLPs: what theory says of the kernels is true of one network, at any width and depth."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from skipless.model import signal
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
+from skipless.theory import kernels, propagation
+from skipless.theory.propagation import MirroredMlp, Skip
+from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
+
+SCHEMES = {
+    "e-spa": ExponentialSPA(gamma_final=0.05, repeat_rate=0.02),
+    "u-spa": UniformSPA(repeat_rate=0.02),
+    "v-skipinit": ValueSkipInit(),
+}
+each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+each_values = pytest.mark.parametrize("values", ["trained", "identity"])
+
+
+def config_of(scheme: str | Scheme = "e-spa", **fields) -> ModelConfig:
+    sizes = {"vocab_size": 64, "width": 32, "depth": 36, "heads": 4, "length": 24, "mlp_init": "mirrored"}
+    chosen = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    return ModelConfig(**{**sizes, "scheme": chosen, **fields})
+
+
+def build(config: ModelConfig, seed: int = 0) -> Transformer:
+    """In float64 from the start: matrices that are rounded to float32 are orthogonal to 1e-7 only."""
+    torch.manual_seed(seed)
+    model = Transformer(config, impl="reference").double()
+    model.reset_parameters()
+    return model
+
+
+def tokens_of(config: ModelConfig, batch: int = 1) -> torch.Tensor:
+    shape, generator = (batch, config.length), torch.Generator().manual_seed(1)
+    return torch.randint(config.vocab_size, shape, generator=generator)
+
+
+@torch.no_grad()
+def kernels_by_block(model: Transformer, tokens: torch.Tensor) -> list[np.ndarray]:
+    states = [model.embed(tokens)]
+    placement = model.placement(tokens)
+    for block in model.each_block():
+        states.append(block(states[-1], placement))
+    return [kernels.of_activations(state[0].numpy()) for state in states]
+
+
+@each_scheme
+@each_values
+@pytest.mark.parametrize("activation", ["gelu", "tat-leaky_relu"])
+def test_one_network_has_the_kernels_of_theory_at_every_block(scheme, values, activation):
+    """Given its own Σ_0, at width 32 and over 36 blocks with MLPs; others have them on average, and only wide ones."""
+    config = config_of(scheme, value_output=values, activation=activation)
+    measured = kernels_by_block(build(config), tokens_of(config))
+    predicted = propagation.forward(signal.kernel_blocks(config), measured[0])
+    assert len(measured) == 37
+    for found, expected in zip(measured, predicted, strict=True):
+        assert np.abs(found - expected).max() < 1e-10
+
+
+@pytest.mark.parametrize("depth", [1, 108])
+def test_so_it_is_at_any_depth(depth):
+    config = config_of(depth=depth)
+    measured = kernels_by_block(build(config), tokens_of(config))
+    predicted = propagation.forward(signal.kernel_blocks(config), measured[0])
+    assert np.abs(measured[-1] - predicted[-1]).max() < 1e-10
+
+
+def gradients(model: Transformer, tokens: torch.Tensor) -> tuple[float, dict[str, list[float]]]:
+    """The loss of predicting each next token, and norms of the matrices' gradients by role, block by block."""
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+    loss.backward()
+    norms: dict[str, list[float]] = {}
+    for name, parameter in model.blocks.named_parameters():
+        if name.endswith(".weight"):
+            norms.setdefault(name.split(".")[-2], []).append(float(parameter.grad.norm()))
+    return loss.item(), norms
+
+
+@pytest.mark.parametrize("scheme", ["e-spa", "u-spa"])
+def test_gradients_are_of_one_size_from_the_first_block_to_the_last(scheme):
+    """W_V, W_O, W_up and W_down within a factor of 2; W_K's are 0, since W_Q is."""
+    config = config_of(scheme)
+    loss, norms = gradients(build(config), tokens_of(config, batch=16))
+    for role in ("value", "output", "up", "down"):
+        assert 0.5 < norms[role][0] / norms[role][-1] < 2.0, role
+        assert 0.0 < max(norms[role]) < 3.0 * min(norms[role]), role
+    assert norms["key"] == [0.0] * 36
+    assert all(norm > 0.0 for norm in norms["query"])
+    # logits of unit variance: log V + 1/2, give or take what 64 tokens of width 32 have in common
+    assert loss == pytest.approx(math.log(64) + 0.5, abs=0.3)
+
+
+def test_identity_values_leave_the_other_gradients_alike():
+    config = config_of(value_output="identity")
+    _, norms = gradients(build(config), tokens_of(config, batch=16))
+    assert set(norms) == {"query", "key", "up", "down"}
+    for role in ("up", "down"):
+        assert 0.5 < norms[role][0] / norms[role][-1] < 2.0, role
+
+
+def test_the_certificate_of_a_mirrored_network_is_that_of_attention_alone():
+    with_mlps, alone = (signal.certificate(config_of(hidden=hidden)) for hidden in (None, 0))
+    assert with_mlps == alone
+    assert with_mlps.verdict.kind == "preserved"
+
+
+@pytest.mark.parametrize("kind", [ExponentialSPA, UniformSPA])
+@pytest.mark.parametrize("calibration", ["exact", "mlp-aware"])
+def test_calibrations_have_nothing_to_mend_in_a_mirrored_mlp(kind, calibration):
+    """Without repeated tokens all are the paper's; with them "exact" is that of a network without MLPs."""
+    ours, paper = (
+        signal.attention_shapes(config_of(kind(calibration=name), depth=6)) for name in (calibration, "paper")
+    )
+    for shape, other in zip(ours, paper, strict=True):
+        np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
+    exact = kind(repeat_rate=0.02, calibration="exact")
+    ours, alone = (signal.attention_shapes(config_of(exact, depth=6, hidden=hidden)) for hidden in (None, 0))
+    for shape, other in zip(ours, alone, strict=True):
+        np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
+
+
+def test_kernels_pass_a_mirrored_mlp_both_ways():
+    kernel = kernels.uniform(0.3, 5)
+    assert MirroredMlp().forward(kernel) is kernel
+    assert MirroredMlp().backward(2.0 * kernel, kernel) == pytest.approx(2.0 * kernel)
+
+
+def test_norms_and_skips_around_a_mirrored_mlp_are_theirs():
+    skip = Skip.normalised(0.6)
+    layer = signal.mlp_layer(config_of(scheme="v-skipinit", mlp_skip=skip, norm="pre"))
+    kernel = 4.0 * kernels.uniform(0.3, 5)
+    np.testing.assert_allclose(layer.forward(kernel), 0.36 * kernel + 0.64 * kernel / 4.0)
+
+
+def test_the_start_does_not_depend_on_how_other_matrices_are_drawn():
+    model = build(config_of(init="gaussian", depth=2))
+    up = model.blocks[1].mlp.inner.up.weight
+    torch.testing.assert_close(up.T @ up, 4.0 * torch.eye(32).double())
+
+
+def test_other_networks_may_have_mirrored_mlps_too():
+    """Pre-LN, as a control: the MLP's branch is then a rotation of its normalised input."""
+    usual = Skip(1.0, 1.0)
+    config = config_of(norm="pre", attention_skip=usual, mlp_skip=usual, scheme="v-skipinit", depth=2)
+    pre_ln = config.replace(scheme=StandardAttention())
+    for each in (config, pre_ln):
+        block, x = next(build(each).each_block()), torch.randn(1, 7, 32).double()
+        branch = block.mlp(x) - x
+        torch.testing.assert_close(branch.square().mean(-1), torch.ones(1, 7).double(), atol=1e-5, rtol=0)
+
+
+def test_identity_values_have_a_sixth_fewer_weights():
+    trained, identity = (config_of(value_output=values) for values in ("trained", "identity"))
+    blocks = [config.matrix_parameters - 64 * 32 for config in (trained, identity)]
+    assert blocks[1] / blocks[0] == pytest.approx(10 / 12)
+    for config in (trained, identity):
+        matrices = [p for p in build(config.replace(depth=2)).parameters() if p.dim() == 2]
+        assert sum(p.numel() for p in matrices) == config.replace(depth=2).matrix_parameters
+    names = {name for name, _ in build(identity.replace(depth=1)).named_parameters()}
+    assert not any("value" in name or "output" in name for name in names)
+
+
+def test_identity_values_refuse_grouped_queries_with_the_reason():
+    with pytest.raises(ValueError, match=r"kv_heads=2 with value_output='identity'.*use kv_heads=4"):
+        config_of(value_output="identity", kv_heads=2)
+    with pytest.raises(ValueError, match="value_output is 'none'; it must be one of 'trained', 'identity'"):
+        config_of(value_output="none")
