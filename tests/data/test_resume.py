@@ -105,7 +105,7 @@ def test_killed_between_two_steps(sources, tmp_path, moment):
     code = f"""
 import os, signal
 from pathlib import Path
-from skipless.data import folder, shards
+from skipless.data import folder
 count = 0
 def die_at(number):
     global count

@@ -1,4 +1,4 @@
-"""Formats of text: which files a path names, and the documents in each kind of file."""
+"""Formats: the documents of a file, by its suffix, plain or packed, read as a stream."""
 
 import codecs
 import gzip
@@ -15,101 +15,6 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, BinaryIO, Literal, cast
 
-COMPRESSIONS = (".gz", ".xz", ".zst")
-Seen = Callable[[int], None]
-
-
-class Metered(io.FileIO):
-    """A file that reports how many of its (packed) bytes have been read: what a progress bar counts."""
-
-    def __init__(self, path: Path, seen: Seen | None):
-        super().__init__(path)
-        self._seen = seen
-
-    def readinto(self, buffer, /) -> int | None:
-        """Fill the buffer and report the number of bytes."""
-        count = super().readinto(buffer)
-        if self._seen and count:
-            self._seen(count)
-        return count
-
-
-class ZstdReader(io.RawIOBase):
-    """Frames of a .zst read one after another through the `zstandard` package, whose own reader hides truncation."""
-
-    def __init__(self, packed: IO[bytes], zstandard):
-        self._packed, self._zstandard = packed, zstandard
-        self._frame, self._spare, self._ready = None, b"", b""
-
-    def readable(self) -> bool:
-        """True, as io asks."""
-        return True
-
-    def readinto(self, buffer, /) -> int:
-        """Fill the buffer; EOFError if the last frame is cut short."""
-        while not self._ready:
-            packed = self._spare or self._packed.read(1 << 14)
-            self._spare = b""
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("the last zstd frame is not complete")
-                return 0
-            frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-            self._ready = frame.decompress(packed)
-            self._spare = frame.unused_data if frame.eof else b""
-            self._frame = None if frame.eof else frame
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-
-def compression(path: Path) -> str:
-    """The suffix that names the file's compression, or an empty string."""
-    suffix = path.suffix.lower()
-    return suffix if suffix in COMPRESSIONS else ""
-
-
-def _zstd(path: Path, packed: IO[bytes]) -> IO[bytes]:
-    try:
-        return import_module("compression.zstd").open(packed)  # Python 3.14 and later
-    except ImportError:
-        pass
-    try:
-        zstandard = import_module("zstandard")
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: reading .zst needs Python 3.14 or the zstandard package: pip install zstandard, or repack as .xz"
-        ) from error
-    return io.BufferedReader(ZstdReader(packed, zstandard), 1 << 20)
-
-
-@contextmanager
-def named_errors(path: Path) -> Generator[None]:
-    """Turn what goes wrong while reading `path` into one line that names it and says what to do."""
-    try:
-        yield
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise OSError(f"{path} is damaged or cut short ({error}): fetch or pack it again") from error
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from error
-    except Exception as error:
-        if type(error).__name__ != "ZstdError":
-            raise
-        raise OSError(f"{path} is damaged or cut short ({error}): fetch or pack it again") from error
-
-
-@contextmanager
-def opened(path: Path, seen: Seen | None = None) -> Generator[BinaryIO]:
-    """The file's bytes, decompressed by suffix (.gz, .xz, .zst); `seen` hears of each packed byte once."""
-    with named_errors(path), io.BufferedReader(Metered(path, seen), 1 << 18) as packed:
-        unpack = {".gz": gzip.open, ".xz": lzma.open, ".zst": lambda packed: _zstd(path, packed)}.get(compression(path))
-        yield cast(BinaryIO, packed if unpack is None else unpack(packed))
-
-
-LONGEST = 4 << 20  # bytes
-BLOCK = 1 << 20
 KINDS = {
     ".txt": "text",
     ".raw": "wikitext",
@@ -120,7 +25,11 @@ KINDS = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
+COMPRESSIONS = (".gz", ".xz", ".zst")
+LONGEST = 4 << 20  # bytes of a document; longer ones are cut
+BLOCK = 1 << 20  # bytes read at once
 HEADING = re.compile(rb" = [^=\s].* = \r?\n")
+Seen = Callable[[int], None]  # hears how many stored bytes a read took
 
 
 @dataclass(frozen=True)
@@ -142,6 +51,12 @@ def kind_of(path: Path) -> str | None:
     """The format of a file by its suffix, below that of its compression; None if it is not one we read."""
     inner = path.with_suffix("") if compression(path) else path
     return KINDS.get(inner.suffix.lower())
+
+
+def compression(path: Path) -> str:
+    """The suffix that names the file's compression, or an empty string."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in COMPRESSIONS else ""
 
 
 def documents(path: Path, reading: Reading, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:
@@ -332,3 +247,86 @@ def _parquet_rows(path: Path, file, reading: Reading) -> Iterator[str]:
                 raise ValueError(f"{path}, row {row}: {reading.text_field!r} holds {text!r}, not text")
             yield from _long(text)
             row += 1
+
+
+@contextmanager
+def opened(path: Path, seen: Seen | None = None) -> Generator[BinaryIO]:
+    """The file's bytes, decompressed by suffix (.gz, .xz, .zst); `seen` hears of each packed byte once."""
+    with named_errors(path), io.BufferedReader(Metered(path, seen), 1 << 18) as packed:
+        unpack = {".gz": gzip.open, ".xz": lzma.open, ".zst": lambda packed: _zstd(path, packed)}.get(compression(path))
+        yield cast(BinaryIO, packed if unpack is None else unpack(packed))
+
+
+class Metered(io.FileIO):
+    """A file that reports how many of its (packed) bytes have been read: what a progress bar counts."""
+
+    def __init__(self, path: Path, seen: Seen | None):
+        super().__init__(path)
+        self._seen = seen
+
+    def readinto(self, buffer, /) -> int | None:
+        """Fill the buffer and report the number of bytes."""
+        count = super().readinto(buffer)
+        if self._seen and count:
+            self._seen(count)
+        return count
+
+
+def _zstd(path: Path, packed: IO[bytes]) -> IO[bytes]:
+    try:
+        return import_module("compression.zstd").open(packed)  # Python 3.14 and later
+    except ImportError:
+        pass
+    try:
+        zstandard = import_module("zstandard")
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: reading .zst needs Python 3.14 or the zstandard package: pip install zstandard, or repack as .xz"
+        ) from error
+    return io.BufferedReader(ZstdReader(packed, zstandard), 1 << 20)
+
+
+class ZstdReader(io.RawIOBase):
+    """Frames of a .zst read one after another through the `zstandard` package, whose own reader hides truncation."""
+
+    def __init__(self, packed: IO[bytes], zstandard):
+        self._packed, self._zstandard = packed, zstandard
+        self._frame, self._spare, self._ready = None, b"", b""
+
+    def readable(self) -> bool:
+        """True, as io asks."""
+        return True
+
+    def readinto(self, buffer, /) -> int:
+        """Fill the buffer; EOFError if the last frame is cut short."""
+        while not self._ready:
+            packed = self._spare or self._packed.read(1 << 14)
+            self._spare = b""
+            if not packed:
+                if self._frame is not None:
+                    raise EOFError("the last zstd frame is not complete")
+                return 0
+            frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            self._ready = frame.decompress(packed)
+            self._spare = frame.unused_data if frame.eof else b""
+            self._frame = None if frame.eof else frame
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+@contextmanager
+def named_errors(path: Path) -> Generator[None]:
+    """Turn what goes wrong while reading `path` into one line that names it and says what to do."""
+    try:
+        yield
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise OSError(f"{path} is damaged or cut short ({error}): fetch or pack it again") from error
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from error
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise OSError(f"{path} is damaged or cut short ({error}): fetch or pack it again") from error

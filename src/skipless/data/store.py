@@ -1,4 +1,4 @@
-"""Token shards on disk: written whole, hashed, memory-mapped and verified."""
+"""The tokens of a prepared folder: its manifest, its shards as one array, and how shards are written and checked."""
 
 import hashlib
 import json
@@ -15,6 +15,10 @@ import numpy as np
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from skipless.files import WholeFile, write_whole, writing
 
+logger = logging.getLogger("skipless")
+MANIFEST = "manifest.json"
+VERIFIED = "verified.json"
+FORMAT = 1
 REMAKE = "delete it, and the same `skipless prepare` command makes it anew"
 
 
@@ -53,62 +57,6 @@ class Section:
         part, document = values["end"]
         shards = tuple(Shard(**shard) for shard in values["shards"])
         return cls(values["index"], (part, document), values["last"], shards)
-
-
-class ShardWriter:
-    """Writes one shard: `add` token arrays, then `finish`; nothing of the shard's name exists before that."""
-
-    def __init__(self, folder: Path, split: str, index: int):
-        self.split, self.path = split, folder / f"{split}-{index:05d}.bin"
-        self._file = WholeFile(self.path)
-        self._hash = hashlib.sha256()
-        self._tokens = self._documents = self._text_bytes = 0
-
-    def add(self, tokens: np.ndarray, documents: int, text_bytes: int) -> None:
-        """Append tokens; documents and text_bytes are counted for the manifest."""
-        data = np.ascontiguousarray(tokens).data.cast("B")
-        with writing(self.path):
-            self._file.write(data)
-        self._hash.update(data)
-        self._tokens += len(tokens)
-        self._documents += documents
-        self._text_bytes += text_bytes
-
-    def finish(self) -> Shard:
-        """Flush to the disk and give the file its name."""
-        with writing(self.path):
-            self._file.finish()
-        sha256 = self._hash.hexdigest()
-        return Shard(self.split, self.path.name, self._tokens, self._documents, self._text_bytes, sha256)
-
-    def abandon(self) -> None:
-        """Leave nothing behind."""
-        self._file.abandon()
-
-
-def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:
-    """Refuse a shard that is missing or not as long as it was when finished."""
-    for shard in shards:
-        path, expected = folder / shard.file, shard.tokens * itemsize
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
-        if (size := path.stat().st_size) != expected:
-            raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
-
-
-def check_hash(folder: Path, shard: Shard) -> None:
-    """Refuse a shard whose content is not what was written."""
-    path = folder / shard.file
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != shard.sha256:
-        raise ValueError(f"{path} is damaged (its SHA-256 is not the manifest's): {REMAKE}")
-
-
-logger = logging.getLogger("skipless")
-MANIFEST = "manifest.json"
-VERIFIED = "verified.json"
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -288,6 +236,47 @@ def match_tokenizer(folder: Path, described: dict, tokenizer: Tokenizer) -> None
         )
 
 
+class ShardWriter:
+    """Writes one shard: `add` token arrays, then `finish`; nothing of the shard's name exists before that."""
+
+    def __init__(self, folder: Path, split: str, index: int):
+        self.split, self.path = split, folder / f"{split}-{index:05d}.bin"
+        self._file = WholeFile(self.path)
+        self._hash = hashlib.sha256()
+        self._tokens = self._documents = self._text_bytes = 0
+
+    def add(self, tokens: np.ndarray, documents: int, text_bytes: int) -> None:
+        """Append tokens; documents and text_bytes are counted for the manifest."""
+        data = np.ascontiguousarray(tokens).data.cast("B")
+        with writing(self.path):
+            self._file.write(data)
+        self._hash.update(data)
+        self._tokens += len(tokens)
+        self._documents += documents
+        self._text_bytes += text_bytes
+
+    def finish(self) -> Shard:
+        """Flush to the disk and give the file its name."""
+        with writing(self.path):
+            self._file.finish()
+        sha256 = self._hash.hexdigest()
+        return Shard(self.split, self.path.name, self._tokens, self._documents, self._text_bytes, sha256)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self._file.abandon()
+
+
+def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:
+    """Refuse a shard that is missing or not as long as it was when finished."""
+    for shard in shards:
+        path, expected = folder / shard.file, shard.tokens * itemsize
+        if not path.is_file():
+            raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
+        if (size := path.stat().st_size) != expected:
+            raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
+
+
 def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
     """Check sizes and hashes; with `trust`, skip the hash of a file untouched since it was last found good.
 
@@ -310,3 +299,12 @@ def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
             write_whole(path, json.dumps(good).encode())
         except OSError as error:
             logger.info("the shards are good, but that could not be noted: %s", error)
+
+
+def check_hash(folder: Path, shard: Shard) -> None:
+    """Refuse a shard whose content is not what was written."""
+    path = folder / shard.file
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != shard.sha256:
+        raise ValueError(f"{path} is damaged (its SHA-256 is not the manifest's): {REMAKE}")

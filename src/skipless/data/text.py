@@ -1,4 +1,4 @@
-"""Text: corpora by name or by path, and what is fetched from a hub."""
+"""Text: a corpus by its name or path, read document by document, and which documents are held out for validation."""
 
 import hashlib
 import logging
@@ -18,81 +18,15 @@ from typing import Any, Protocol
 from skipless.data import formats
 from skipless.data.formats import Reading, Seen, named_errors, wikitext_articles
 
-# name -> (repository, configuration, streaming)
+# of the Hugging Face hub: name -> (repository, configuration, streaming)
 DATASETS = {
     "wikitext-103": ("Salesforce/wikitext", "wikitext-103-raw-v1", False),
     "c4": ("allenai/c4", "en", True),
 }
-
-
-@dataclass(frozen=True)
-class HubPart:
-    """One split of a dataset on the hub. WikiText's lines are put together to articles; C4 is streamed."""
-
-    dataset: str
-    split: str
-
-    @property
-    def name(self) -> str:
-        """For messages: "c4 train"."""
-        return f"{self.dataset} {self.split}"
-
-    def documents(self, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:
-        """The split's documents after the first `skip`; the hub is reached here and not before."""
-        with _reaching(self.dataset):
-            rows = self._rows()
-            if self.dataset == "wikitext-103":
-                lines = (row["text"].encode() for row in rows)
-                yield from (text.decode() for text in islice(wikitext_articles(lines), skip, None) if text)
-            else:
-                yield from (row["text"] for row in rows.skip(skip))
-
-    def _rows(self) -> Any:
-        repository, configuration, streaming = DATASETS[self.dataset]
-        try:
-            datasets = import_module("datasets")
-        except ImportError as error:
-            raise ValueError(f"{self.dataset} needs Hugging Face datasets: pip install 'skipless[data]'") from error
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its five retries; the error says all
-        return datasets.load_dataset(repository, configuration, split=self.split, streaming=streaming)
-
-    def size(self) -> None:
-        """Not known beforehand."""
-
-    def fingerprint(self) -> str:
-        """By name: the hub's files are taken as published."""
-        return hashlib.sha256(repr((DATASETS[self.dataset], self.split)).encode()).hexdigest()
-
-
-def parts(name: str, download: bool) -> tuple[HubPart, HubPart]:
-    """The training and validation split of a named dataset, if going to the network is allowed."""
-    if not download:
-        raise ValueError(
-            f"{name} comes from the Hugging Face hub, and no network is used unless asked for: add --download to "
-            f"`skipless prepare {name}` or `skipless eval` (download=True), or give a path to text"
-        )
-    return HubPart(name, "train"), HubPart(name, "validation")
-
-
-@contextmanager
-def _reaching(name: str) -> Generator[None]:
-    """One line for the many ways in which the hub cannot be reached."""
-    try:
-        yield
-    except (ValueError, GeneratorExit):
-        raise
-    except Exception as error:
-        first = (str(error).strip() or "no reason given").splitlines()[0]
-        raise OSError(
-            f"{name} could not be read from the Hugging Face hub ({type(error).__name__}: {first[:200]}): check the "
-            "network, HF_HUB_OFFLINE and any proxy, then run the same command again; or give a path to a copy, as in "
-            "skipless prepare 'wikitext/*.parquet'"
-        ) from error
-
-
+# in the name of a file that is not to be trained on
 HELD_OUT = re.compile(r"(^|[._-])(valid|validation|val|dev|test)([._-]|\d|$)")
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-EDGE = 1 << 16
+EDGE = 1 << 16  # bytes at either end of a file that its fingerprint reads
 
 
 class Part(Protocol):
@@ -114,6 +48,28 @@ class Part(Protocol):
     def fingerprint(self) -> str:
         """Changes when the text changes."""
         ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Named text: iterate for its documents.
+
+    `validation` is the text held out by whoever published it, if any; else valid_fraction is a sensible share of the
+    documents to hold out.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    validation: "Corpus | None" = None
+    valid_fraction: float = 0.005
+
+    def __iter__(self) -> Iterator[str]:
+        for part in self.parts:
+            yield from part.documents()
+
+    def fingerprint(self) -> str:
+        """One hash for all parts and their order."""
+        return hashlib.sha256("\n".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -143,25 +99,58 @@ class FilePart:
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Named text: iterate for its documents.
+class HubPart:
+    """One split of a dataset on the hub. WikiText's lines are put together to articles; C4 is streamed."""
 
-    `validation` is the text held out by whoever published it, if any; else valid_fraction is a sensible share of the
-    documents to hold out.
-    """
+    dataset: str
+    split: str
 
-    name: str
-    parts: tuple[Part, ...]
-    validation: "Corpus | None" = None
-    valid_fraction: float = 0.005
+    @property
+    def name(self) -> str:
+        """For messages: "c4 train"."""
+        return f"{self.dataset} {self.split}"
 
-    def __iter__(self) -> Iterator[str]:
-        for part in self.parts:
-            yield from part.documents()
+    def documents(self, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:
+        """The split's documents after the first `skip`; the hub is reached here and not before."""
+        with _hub_errors(self.dataset):
+            rows = self._rows()
+            if self.dataset == "wikitext-103":
+                lines = (row["text"].encode() for row in rows)
+                yield from (text.decode() for text in islice(wikitext_articles(lines), skip, None) if text)
+            else:
+                yield from (row["text"] for row in rows.skip(skip))
+
+    def _rows(self) -> Any:
+        repository, configuration, streaming = DATASETS[self.dataset]
+        try:
+            datasets = import_module("datasets")
+        except ImportError as error:
+            raise ValueError(f"{self.dataset} needs Hugging Face datasets: pip install 'skipless[data]'") from error
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its five retries; the error says all
+        return datasets.load_dataset(repository, configuration, split=self.split, streaming=streaming)
+
+    def size(self) -> None:
+        """Not known beforehand."""
 
     def fingerprint(self) -> str:
-        """One hash for all parts and their order."""
-        return hashlib.sha256("\n".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
+        """By name: the hub's files are taken as published."""
+        return hashlib.sha256(repr((DATASETS[self.dataset], self.split)).encode()).hexdigest()
+
+
+@contextmanager
+def _hub_errors(name: str) -> Generator[None]:
+    """One line for the many ways in which the hub cannot be reached."""
+    try:
+        yield
+    except (ValueError, GeneratorExit):
+        raise
+    except Exception as error:
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        raise OSError(
+            f"{name} could not be read from the Hugging Face hub ({type(error).__name__}: {first[:200]}): check the "
+            "network, HF_HUB_OFFLINE and any proxy, then run the same command again; or give a path to a copy, as in "
+            "skipless prepare 'wikitext/*.parquet'"
+        ) from error
 
 
 def open_corpus(spec: str | Path, reading: Reading | None = None, download: bool = False) -> Corpus:
@@ -175,7 +164,7 @@ def open_corpus(spec: str | Path, reading: Reading | None = None, download: bool
     if spec == "stdlib":
         return _standard_library()
     if spec in DATASETS:
-        train, validation = parts(str(spec), download)
+        train, validation = _hub_parts(str(spec), download)
         return Corpus(str(spec), (train,), Corpus(f"{spec} validation", (validation,)))
     path = Path(spec).expanduser()
     if path.is_dir():
@@ -190,6 +179,58 @@ def open_corpus(spec: str | Path, reading: Reading | None = None, download: bool
             f"the named corpora are stdlib, {', '.join(DATASETS)}"
         )
     return Corpus(_stem(found[0].parent), tuple(_file(file, file.name, reading) for file in found))
+
+
+def _hub_parts(name: str, download: bool) -> tuple[HubPart, HubPart]:
+    """The training and validation split of a named dataset, if going to the network is allowed."""
+    if not download:
+        raise ValueError(
+            f"{name} comes from the Hugging Face hub, and no network is used unless asked for: add --download to "
+            f"`skipless prepare {name}` or `skipless eval` (download=True), or give a path to text"
+        )
+    return HubPart(name, "train"), HubPart(name, "validation")
+
+
+def _standard_library() -> Corpus:
+    folder = Path(sysconfig.get_path("stdlib"))
+    named = {path.relative_to(folder): path for path in sorted(folder.rglob("*.py"))}
+    parts = tuple(
+        FilePart(path, name.as_posix()) for name, path in named.items() if not NOT_LIBRARY.intersection(name.parts)
+    )
+    if not parts:
+        raise ValueError(f"this Python keeps no source text in {folder}: give a path to text instead of 'stdlib'")
+    return Corpus(f"stdlib-{python_version()}", parts, valid_fraction=0.05)
+
+
+def _folder(folder: Path, reading: Reading) -> Corpus:
+    inside = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    found = [
+        FilePart(path, name.as_posix(), reading)
+        for name, path in inside.items()
+        if formats.kind_of(path) and not any(part.startswith(".") for part in name.parts)
+    ]
+    if not found:
+        raise ValueError(
+            f"{folder} holds no text ({len(inside)} files, none readable): the suffixes read are "
+            f"{' '.join(formats.KINDS)}, plain or followed by .gz, .xz or .zst"
+        )
+    train = tuple(part for part in found if not HELD_OUT.search(part.path.name))
+    valid = tuple(part for part in found if (match := HELD_OUT.search(part.path.name)) and match[2] != "test")
+    name = folder.resolve().name
+    if not train:
+        raise ValueError(f"{folder} holds only validation and test files: name the files to train on, as a glob")
+    return Corpus(name, train, Corpus(f"{name} validation", valid) if valid else None)
+
+
+def _file(path: Path, name: str, reading: Reading) -> FilePart:
+    if formats.kind_of(path) is None:
+        known = " ".join(formats.KINDS)
+        raise ValueError(f"{path}: the suffix must be one of {known}, and may be followed by .gz, .xz or .zst")
+    return FilePart(path, name, reading)
+
+
+def _stem(path: Path) -> str:
+    return path.name.split(".")[0] or "corpus"
 
 
 def held_out(text: bytes, fraction: float) -> bool:
@@ -213,45 +254,3 @@ def share_held_out(documents: Iterable[str], fraction: float) -> float:
 
 def _hash(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-
-
-def _stem(path: Path) -> str:
-    return path.name.split(".")[0] or "corpus"
-
-
-def _file(path: Path, name: str, reading: Reading) -> FilePart:
-    if formats.kind_of(path) is None:
-        known = " ".join(formats.KINDS)
-        raise ValueError(f"{path}: the suffix must be one of {known}, and may be followed by .gz, .xz or .zst")
-    return FilePart(path, name, reading)
-
-
-def _folder(folder: Path, reading: Reading) -> Corpus:
-    inside = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    found = [
-        FilePart(path, name.as_posix(), reading)
-        for name, path in inside.items()
-        if formats.kind_of(path) and not any(part.startswith(".") for part in name.parts)
-    ]
-    if not found:
-        raise ValueError(
-            f"{folder} holds no text ({len(inside)} files, none readable): the suffixes read are "
-            f"{' '.join(formats.KINDS)}, plain or followed by .gz, .xz or .zst"
-        )
-    train = tuple(part for part in found if not HELD_OUT.search(part.path.name))
-    valid = tuple(part for part in found if (match := HELD_OUT.search(part.path.name)) and match[2] != "test")
-    name = folder.resolve().name
-    if not train:
-        raise ValueError(f"{folder} holds only validation and test files: name the files to train on, as a glob")
-    return Corpus(name, train, Corpus(f"{name} validation", valid) if valid else None)
-
-
-def _standard_library() -> Corpus:
-    folder = Path(sysconfig.get_path("stdlib"))
-    named = {path.relative_to(folder): path for path in sorted(folder.rglob("*.py"))}
-    parts = tuple(
-        FilePart(path, name.as_posix()) for name, path in named.items() if not NOT_LIBRARY.intersection(name.parts)
-    )
-    if not parts:
-        raise ValueError(f"this Python keeps no source text in {folder}: give a path to text instead of 'stdlib'")
-    return Corpus(f"stdlib-{python_version()}", parts, valid_fraction=0.05)

@@ -1,6 +1,8 @@
-"""Tokenizers: bytes, SentencePiece, and training one in a process of its own."""
+"""Tokenizers: bytes and SentencePiece, and how to get one: take the bytes, open a file, or train on a corpus.
 
-import contextlib
+`python -m skipless.data.tokenizer VOCAB_SIZE` is the process that trains: lines in, a SentencePiece model out.
+"""
+
 import hashlib
 import io
 import os
@@ -23,6 +25,10 @@ from skipless.data.text import Part
 
 MODEL_FILE = "tokenizer.model"
 MARK = "▁"  # U+2581, by which SentencePiece stands for a space
+THREADS = 16  # fixed: the trained model depends on the number of threads, and must not depend on the machine
+LONGEST_LINE = 4096  # bytes; the trainer leaves out lines above 4192
+SMALLEST_VOCAB = 259  # <unk>, </s>, the 256 bytes and one piece
+FAILED = 3  # exit code of the process where SentencePiece refuses the text
 
 
 class Tokenizer(Protocol):
@@ -147,59 +153,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return SentencePieceTokenizer(model, str(path))
 
 
-THREADS = 16  # fixed: the trained model depends on the number of threads, and must not depend on the machine
-FAILED = 3
-
-
-def train(lines, vocab_size: int) -> bytes:
-    """A unigram model with byte fallback that gives back any text exactly: no normalisation, no ▁ of its own."""
-    model = io.BytesIO()
-    import_module("sentencepiece").SentencePieceTrainer.train(
-        sentence_iterator=lines,
-        model_writer=model,
-        model_type="unigram",
-        vocab_size=vocab_size,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        add_dummy_prefix=False,
-        allow_whitespace_only_pieces=True,
-        unk_id=0,
-        eos_id=1,
-        bos_id=-1,
-        pad_id=-1,
-        num_threads=THREADS,
-        minloglevel=2,
-    )
-    return model.getvalue()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
-
-
-def main() -> int:
-    """Read lines, train, write the model; the trainer's complaint goes to standard error with exit code 3."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        model = train((line[:-1] for line in sys.stdin.buffer), int(sys.argv[1]))
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return FAILED
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.buffer.write(model)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-LONGEST_LINE = 4096  # bytes; the trainer leaves out lines above 4192
-SMALLEST_VOCAB = 259  # <unk>, </s>, the 256 bytes and one piece
-
-
 @dataclass(frozen=True)
 class TrainUnigram:
     """Train SentencePiece (unigram, byte fallback) on up to `sample_mb` MB of the training text.
@@ -226,7 +179,7 @@ class TrainUnigram:
     def make(self, parts: Sequence[Part], keep: Callable[[bytes], bool]) -> Tokenizer:
         """Train on the documents of `parts` that `keep` accepts."""
         lines = sample_lines(parts, round(self.sample_mb * 1e6), keep)
-        return SentencePieceTokenizer(train_apart(lines, self.vocab_size))
+        return SentencePieceTokenizer(train_tokenizer(lines, self.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -290,8 +243,8 @@ def _lines(data: bytes) -> Iterator[bytes]:
             yield line
 
 
-def train_apart(lines: Iterator[bytes], vocab_size: int) -> bytes:
-    """A trained SentencePiece model, made by a process of its own that Ctrl-C ends and that dies with this one."""
+def train_tokenizer(lines: Iterator[bytes], vocab_size: int) -> bytes:
+    """A trained SentencePiece model, made by a process of its own that Ctrl-C ends and that ends with this one."""
     package_root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(
@@ -348,3 +301,50 @@ def _explain(code: int, complaint: str, vocab_size: int, lines: int) -> ValueErr
     return OSError(
         f"training the tokenizer ended with exit code {code} ({last}): if memory ran out, use a smaller --sample-mb"
     )
+
+
+def tokenizer_process() -> int:
+    """Read lines, train, write the model; the trainer's complaint goes to standard error with exit code FAILED."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        model = _train_unigram((line[:-1] for line in sys.stdin.buffer), int(sys.argv[1]))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    with suppress(BrokenPipeError):
+        sys.stdout.buffer.write(model)
+    return 0
+
+
+def _train_unigram(lines: Iterator[bytes], vocab_size: int) -> bytes:
+    """A unigram model with byte fallback that gives back any text exactly: no normalisation, no ▁ of its own."""
+    model = io.BytesIO()
+    import_module("sentencepiece").SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=vocab_size,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        unk_id=0,
+        eos_id=1,
+        bos_id=-1,
+        pad_id=-1,
+        num_threads=THREADS,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended."""
+    while os.getppid() == parent:
+        time.sleep(0.2)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(tokenizer_process())
