@@ -14,8 +14,8 @@ from rich.console import Console
 
 from skipless.cli import main
 from skipless.console import check_target, print_table, write_whole
-from skipless.inspection import studies
-from skipless.inspection.studies import InputSignal
+from skipless.inspection import prediction
+from skipless.inspection.prediction import InputSignal
 from skipless.model.presets import preset
 from skipless.model.transformer import certificate
 from skipless.theory.schemes import ExponentialSPA
@@ -59,7 +59,7 @@ def test_fig5(kernels) -> None:
     assert written() == {"skipless-kernels/fig5.png", "five.json"}
     assert out.splitlines()[-1].startswith("At r = 0.05, 20 locations hold")
     inputs = json.loads(Path("five.json").read_text())["inputs"]
-    assert [each["repeat_rate"] for each in inputs] == list(studies.TOKEN_RATES)
+    assert [each["repeat_rate"] for each in inputs] == list(prediction.TOKEN_RATES)
     np.testing.assert_array_equal(inputs[2]["kernel"], InputSignal(0.02, 20).kernel())
 
 
@@ -322,5 +322,5 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_defaults_of_the_paper() -> None:
-    assert InputSignal(0.02, 100, "sample", 0) == studies.SIGNAL
-    assert ExponentialSPA().gamma_final == studies.GAMMA_FINAL
+    assert InputSignal(0.02, 100, "sample", 0) == prediction.SIGNAL
+    assert ExponentialSPA().gamma_final == prediction.GAMMA_FINAL

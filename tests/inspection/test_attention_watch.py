@@ -9,7 +9,7 @@ from skipless.inspection import attention as inspection_attention
 from skipless.inspection.attention import AttentionStats, of_shaped
 from skipless.inspection.hooks import Recorder, find_blocks
 from skipless.inspection.inspect import inspect
-from skipless.inspection.statistics import Wanted
+from skipless.inspection.statistics import InspectOptions
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import AttentionOptions, Positions, ShapedAttention
@@ -99,7 +99,7 @@ def test_every_implementation_is_seen_alike(scheme):
 def test_flex_attention_is_seen():
     """Without gradients: torch's FlexAttention has none on a CPU."""
     ids, model = torch.randint(0, 64, (2, 32)), network("flex")
-    with torch.no_grad(), Recorder(find_blocks(model), Wanted()) as recorder:
+    with torch.no_grad(), Recorder(find_blocks(model), InspectOptions()) as recorder:
         model(ids)
     expected = inspect(network("reference"), ids)
     assert sorted(recorder.attention) == list(range(1, 7))

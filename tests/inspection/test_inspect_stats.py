@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from skipless.inspection.attention import AttentionStats, AttentionWatch
 from skipless.inspection.gradients import members
-from skipless.inspection.statistics import QUANTILES, Wanted, describe
+from skipless.inspection.statistics import QUANTILES, InspectOptions, describe
 from skipless.theory import kernels
 
 
 def test_statistics_equal_brute_force():
     x = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0)).double() * 2 + 0.3
-    described = describe(x, Wanted(kernel=True))
+    described = describe(x, InspectOptions(kernel=True))
     got = described.numbers()
     grams = [kernels.of_activations(row.numpy()) for row in x]
     pairs = [kernels.cosine(gram)[np.triu_indices(7, 1)] for gram in grams]
@@ -37,19 +37,19 @@ def test_statistics_equal_brute_force():
 
 
 def test_closed_forms_at_the_ends():
-    same = describe(torch.ones(1, 6, 4), Wanted()).numbers()
+    same = describe(torch.ones(1, 6, 4), InspectOptions()).numbers()
     assert (same.cosine_mean, same.effective_rank, same.stable_rank) == pytest.approx((1.0, 1.0, 1.0))
     assert same.collapse == pytest.approx(0.0, abs=1e-7)
-    apart = describe(torch.eye(6)[None] * math.sqrt(6), Wanted()).numbers()
+    apart = describe(torch.eye(6)[None] * math.sqrt(6), InspectOptions()).numbers()
     assert (apart.cosine_mean, apart.effective_rank, apart.stable_rank) == pytest.approx((0.0, 6.0, 6.0))
     assert (apart.norm_mean, apart.collapse) == pytest.approx((1.0, math.sqrt(5 / 6)))
 
 
 def test_padding_is_left_out():
     x = torch.randn(2, 6, 8)
-    keep = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
-    got = describe(x, Wanted(keep=keep)).numbers()
-    each = [describe(x[:1, :4], Wanted()).numbers(), describe(x[1:], Wanted()).numbers()]
+    mask = torch.tensor([[True] * 4 + [False] * 2, [True] * 6])
+    got = describe(x, InspectOptions(mask=mask)).numbers()
+    each = [describe(x[:1, :4], InspectOptions()).numbers(), describe(x[1:], InspectOptions()).numbers()]
     assert got.cosine_mean == pytest.approx(np.mean([e.cosine_mean for e in each]))
     assert got.norms[:4] == pytest.approx((each[0].norms + each[1].norms[:4]) / 2)
 
@@ -57,19 +57,19 @@ def test_padding_is_left_out():
 def test_cosines_are_between_locations_that_are_not_zero():
     x = torch.randn(3, 6, 8).double()
     x[0, [0, 3]], x[1, 1:] = 0, 0
-    got = describe(x, Wanted()).numbers()
-    kept = [describe(x[:1, [1, 2, 4, 5]], Wanted()).numbers(), describe(x[2:], Wanted()).numbers()]
+    got = describe(x, InspectOptions()).numbers()
+    kept = [describe(x[:1, [1, 2, 4, 5]], InspectOptions()).numbers(), describe(x[2:], InspectOptions()).numbers()]
     assert got.cosine_mean == pytest.approx(np.mean([e.cosine_mean for e in kept]), rel=1e-12)
     assert got.cosine_quantiles == pytest.approx(np.mean([e.cosine_quantiles for e in kept], axis=0), rel=1e-12)
     assert got.norm_min == 0
-    assert math.isnan(describe(x[1:2], Wanted()).numbers().cosine_mean)
+    assert math.isnan(describe(x[1:2], InspectOptions()).numbers().cosine_mean)
     x[0, 1] = math.nan
-    assert math.isnan(describe(x[:1], Wanted()).numbers().cosine_mean)
+    assert math.isnan(describe(x[:1], InspectOptions()).numbers().cosine_mean)
 
 
 def test_zero_and_infinite_activations_give_numbers_not_errors():
-    assert describe(torch.zeros(1, 3, 4), Wanted()).numbers().norm_mean == 0
-    assert math.isnan(describe(torch.full((1, 3, 4), math.inf), Wanted()).numbers().effective_rank)
+    assert describe(torch.zeros(1, 3, 4), InspectOptions()).numbers().norm_mean == 0
+    assert math.isnan(describe(torch.full((1, 3, 4), math.inf), InspectOptions()).numbers().effective_rank)
 
 
 def brute(weights: torch.Tensor, keys: torch.Tensor) -> tuple[float, float, float]:

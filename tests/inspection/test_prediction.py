@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from skipless.inspection.statistics import predict
+from skipless.inspection.prediction import predict
 from skipless.model import transformer
 from skipless.model.config import ModelConfig
 from skipless.theory import kernels, propagation

@@ -20,10 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 from skipless.console import check_apart, check_figure, check_fits, check_target, print_table, write_whole
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import open_corpus
-from skipless.inspection.inspect import inspect
+from skipless.inspection.inspect import inspect, rounding, with_rounding
 from skipless.inspection.inspection import Inspection
 from skipless.inspection.load import FAMILIES, build_family, open_pretrained
-from skipless.inspection.rounding import rounding, with_rounding
 from skipless.model import presets
 from skipless.model.transformer import Transformer
 from skipless.training.distributed import find_device

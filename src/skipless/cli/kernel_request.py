@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from skipless.inspection import studies
-from skipless.inspection.studies import InputSignal, Network
+from skipless.inspection import prediction
+from skipless.inspection.prediction import InputSignal, Network
 from skipless.model import presets
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import input_norm
@@ -85,7 +85,7 @@ def resolve(name: str, flags: Flags) -> Request:
     if name in FIGURES:
         return _figure(name, flags)
     if name in SCHEMES:
-        scheme, rate = SCHEMES[name], studies.SIGNAL.repeat_rate
+        scheme, rate = SCHEMES[name], prediction.SIGNAL.repeat_rate
     elif "/" in name:
         scheme = presets.preset(name).scheme
         rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
@@ -109,16 +109,16 @@ def _figure(name: str, flags: Flags) -> Request:
             takes = ", ".join(_spelled(each) for each in FIGURES[name])
             raise ValueError(f"{_spelled(field.name)} does not apply to {name}, which takes {takes}")
     if name == "fig5":
-        length = studies.SIGNAL.length if flags.length is None else flags.length
+        length = prediction.SIGNAL.length if flags.length is None else flags.length
         if length < 2:
             raise ValueError(f"--length is {length}; {name} counts equal pairs of locations, so give at least 2")
-        return Request(name, tuple(studies.token_signals(length, flags.seed or 0)))
+        return Request(name, tuple(prediction.token_signals(length, flags.seed or 0)))
     if name == "fig6":
-        signal = _signal(flags, studies.CORRECTION_SIGNAL)
-        build = studies.correction_networks
+        signal = _signal(flags, prediction.CORRECTION_SIGNAL)
+        build = prediction.correction_networks
     else:
-        signal = _signal(flags, studies.SIGNAL)
-        build = studies.networks
+        signal = _signal(flags, prediction.SIGNAL)
+        build = prediction.networks
     networks = build(signal=signal, **flags.given("depth", "gamma_final", "rho_final"))
     networks = networks[:3] if name == "fig1" else networks
     return Request(name, (signal,), tuple(networks), _blocks(flags.blocks, networks[0].config.depth))
@@ -156,7 +156,7 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, flags: Flags)
         changes = {"mlp_init": "mirrored", "activation": None} | changes
     if name not in SCHEMES:
         return presets.preset(name, **changes)
-    bare: dict[str, Any] = {"depth": studies.DEPTH, "position": "none", "activation": "identity"}
+    bare: dict[str, Any] = {"depth": prediction.DEPTH, "position": "none", "activation": "identity"}
     return ModelConfig(**(bare | changes))
 
 
@@ -203,7 +203,7 @@ def _skip(text: str, flag: str) -> Skip:
 
 def _blocks(text: str | None, depth: int) -> tuple[int, ...]:
     if text is None:
-        return tuple(studies.default_blocks(depth))
+        return tuple(prediction.default_blocks(depth))
     try:
         blocks = sorted({int(part) for part in text.split(",")})
     except ValueError:

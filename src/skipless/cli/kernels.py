@@ -20,7 +20,7 @@ from skipless.console import check_apart, check_figure, check_target, print_tabl
 from skipless.figures import kernels as figures_kernels
 from skipless.figures.kernels import GridRow, Heading
 from skipless.inspection.inspection import finite
-from skipless.inspection.studies import InputSignal, Study, study
+from skipless.inspection.prediction import InputSignal, Study, study
 from skipless.theory import kernels
 from skipless.theory.certificate import BlockReport
 

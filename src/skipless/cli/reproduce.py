@@ -338,7 +338,7 @@ def _kernel_picture() -> "Figure":
     """Fig. 7, whose first three rows are Fig. 1."""
     from skipless.cli.kernel_request import Flags, resolve
     from skipless.cli.kernels import draw
-    from skipless.inspection.studies import study
+    from skipless.inspection.prediction import study
 
     request = resolve("fig7", Flags())
     return draw(request, [study(network, request.signals[0]) for network in request.networks])

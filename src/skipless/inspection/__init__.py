@@ -6,7 +6,8 @@ __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {
         "callback": ["SignalCallback", "lightning_callback", "trainer_callback"],
-        "inspect": ["assert_signal_preserved"],
+        "inspect": ["assert_signal_preserved", "rounding"],
         "inspection": ["BlockSignal", "Inspection"],
+        "prediction": ["study"],
     },
 )

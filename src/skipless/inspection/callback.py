@@ -14,9 +14,10 @@ from torch import nn
 from skipless.inspection.diagnosis import Structure, diagnose
 from skipless.inspection.gradients import gradient_norms
 from skipless.inspection.hooks import Recorder, find_blocks, uncompiled
-from skipless.inspection.inspect import assemble, padding, rows_and_length
+from skipless.inspection.inputs import padding, rows_and_length
+from skipless.inspection.inspect import assemble
 from skipless.inspection.inspection import Inspection
-from skipless.inspection.statistics import Wanted
+from skipless.inspection.statistics import InspectOptions
 
 
 @contextmanager
@@ -30,9 +31,9 @@ def listening(model: nn.Module, recorder: Recorder) -> Generator[None]:
         if recorder.described:
             return
         given = dict(zip(signature(module.forward).parameters, args, strict=False)) | kwargs
-        wanted = recorder.wanted
-        keep = padding(given) if wanted.keep is None else wanted.keep
-        recorder.wanted = replace(wanted, keep=keep, given=wanted.given or rows_and_length(given))
+        options = recorder.options
+        mask = padding(given) if options.mask is None else options.mask
+        recorder.options = replace(options, mask=mask, batch_shape=options.batch_shape or rows_and_length(given))
 
     path = recorder.blocks[0][0].split(".")
     with ExitStack() as hooks:
@@ -106,7 +107,7 @@ class SignalCallback:
             return
         if _compiled(self.model):
             self._open.enter_context(uncompiled(self.model))  # hooks do not run in compiled code
-        self._recorder = Recorder(self.blocks, Wanted(rows=1, picture=False, attention=False), live=True)
+        self._recorder = Recorder(self.blocks, InspectOptions(rows=1, picture=False, attention=False), live=True)
         self._open.enter_context(self._recorder)
         self._open.enter_context(listening(self.model, self._recorder))
 

@@ -101,7 +101,7 @@ class GradientTaker:
         self._squares: list[dict[str, Tensor]] = [{} for _ in blocks]
         self._blocks = [members(block) for _, block in blocks]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._kept: list[Tensor | None] = []
+        self._saved: list[Tensor | None] = []
         self._open = ExitStack()
 
     def __enter__(self) -> "GradientTaker":
@@ -110,7 +110,7 @@ class GradientTaker:
                 "a parameter has hooks that run when its gradient is ready (an optimizer inside the backward pass?); "
                 "an inspection would set them off: inspect before they are added"
             )
-        self._kept = [p.grad for p in self._parameters]
+        self._saved = [p.grad for p in self._parameters]
         owners = {id(m.parameter): (index, m) for index, block in enumerate(self._blocks) for m in block}
         for parameter in self._parameters:
             parameter.grad = None
@@ -122,7 +122,7 @@ class GradientTaker:
 
     def __exit__(self, *error) -> None:
         self._open.close()
-        for parameter, gradient in zip(self._parameters, self._kept, strict=True):
+        for parameter, gradient in zip(self._parameters, self._saved, strict=True):
             parameter.grad = gradient
 
     def _taker(self, owner: tuple[int, Member] | None):

@@ -1,4 +1,4 @@
-"""Finding a model's blocks and listening to them: hooks, layouts, and models that were compiled."""
+"""Hooks: find a model's blocks and record what enters and leaves them, also in models that were compiled."""
 
 import difflib
 import time
@@ -13,70 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
-from skipless.inspection.statistics import ActivationStats, Described, Wanted, describe, wide
+from skipless.inspection.statistics import ActivationStats, Described, InspectOptions, describe, wide
 from skipless.nn.attention import ShapedAttention
 
-_TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
-def batch_second(x: Tensor, blocks: Iterable[nn.Module], given: tuple[int, int] | None) -> bool:
-    """Whether a hidden state that enters or leaves the blocks is (T, rows, width).
-
-    torch's own layers say so. Others may transpose around an attention that has the batch second, so there `given`,
-    (rows, T) of the batch's ids or mask, decides; only where it cannot tell, the attention's batch_first does.
-    """
-    blocks = list(blocks)
-    flagged = any(getattr(module, "batch_first", True) is False for block in blocks for module in block.modules())
-    shape = tuple(x.shape[:2])
-    if not flagged or given is None or all(type(block) in _TORCHS for block in blocks):
-        return flagged
-    if given[0] != given[1] and shape in (given, given[::-1]):
-        return shape != given
-    return flagged
-
-
-def rows_first(x: Tensor, swapped: bool) -> Tensor:
-    """(rows, T, width) of a hidden state with or without rows, on a line or on a grid."""
-    if x.dim() == 2:
-        return x[None]
-    x = x.flatten(1, -2)
-    return x.transpose(0, 1) if swapped else x
-
-
-def check_locations(x: Tensor, keep: Tensor | None) -> None:
-    """Raise unless every row of (rows, T, width) has two locations to compare and keep, False at padding, fits."""
-    if x.shape[1] < 2:
-        raise ValueError("the batch has 1 location per row; cosines compare locations, so give at least 2 tokens")
-    if keep is not None and keep.shape != x.shape[:2]:
-        raise ValueError(
-            f"attention_mask is {tuple(keep.shape)} but the first block reads {tuple(x.shape[:2])} locations; "
-            "leave the mask out, or give one entry per location"
-        )
-    if keep is not None and int(keep.sum(-1).min()) < 2:
-        raise ValueError("a row of the batch has fewer than 2 tokens outside the padding; leave such rows out")
-
-
-@contextmanager
-def uncompiled(model: nn.Module) -> Generator[None]:
-    """In here no module's call is compiled. Where attention is this library's, its kernels still are.
-
-    Elsewhere torch.compile is off altogether, since a compiled function may call blocks from anywhere.
-    """
-    compiled: list[Any] = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
-    calls = [module._compiled_call_impl for module in compiled]
-    wrapped = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
-    ours = any(isinstance(module, ShapedAttention) for module in model.modules())
-    for module in compiled:
-        module._compiled_call_impl = None
-    try:
-        with torch.compiler.set_stance("default" if ours and not wrapped else "force_eager"):
-            yield
-    finally:
-        for module, call in zip(compiled, calls, strict=True):
-            module._compiled_call_impl = call
-
-
 _ATTENTION = ("attention", "attn")
+_TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def find_blocks(model: nn.Module, names: Sequence[str] | str | None = None) -> list[tuple[str, nn.Module]]:
@@ -139,42 +80,6 @@ def _nothing_found(model: nn.Module, lists: Sequence[tuple[str, nn.Module]]) -> 
     )
 
 
-class Stopwatch:
-    """Adds up the time of what runs inside `around`: a GPU's own, or the processor's where that is longer."""
-
-    def __init__(self):
-        self._host = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @contextmanager
-    def around(self, device: torch.device) -> Generator[None]:
-        """Around one measurement on `device`."""
-        started = time.perf_counter()
-        began = _mark(device)
-        try:
-            yield
-        finally:
-            if began is not None:
-                self._events.append((began, cast(torch.cuda.Event, _mark(device))))
-            self._host += time.perf_counter() - started
-
-    @property
-    def seconds(self) -> float:
-        """So far. Waits for the measurements on a GPU to be over."""
-        if not self._events:
-            return self._host
-        for _, last in self._events:
-            last.synchronize()
-        return max(self._host, sum(first.elapsed_time(last) for first, last in self._events) / 1e3)
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """A moment in the GPU's work, or None elsewhere."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
-
-
 class Recorder:
     """A context in which the given blocks are measured. Outside it the model has no hook of ours.
 
@@ -183,8 +88,8 @@ class Recorder:
     block that runs twice, since its numbers would be of two places.
     """
 
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], wanted: Wanted, *, live: bool = False):
-        self.blocks, self.wanted, self.live = list(blocks), wanted, live
+    def __init__(self, blocks: Sequence[tuple[str, nn.Module]], options: InspectOptions, *, live: bool = False):
+        self.blocks, self.options, self.live = list(blocks), options, live
         self.described: list[Described] = []
         self.last: Tensor | None = None
         self.watch = Stopwatch()
@@ -203,7 +108,7 @@ class Recorder:
             after = block.register_forward_hook(self._after(index), with_kwargs=True)
             self._open.callback(before.remove)
             self._open.callback(after.remove)
-        ours = [self._ask(block, index) for index, (_, block) in enumerate(self.blocks, 1) if self.wanted.attention]
+        ours = [self._ask(block, index) for index, (_, block) in enumerate(self.blocks, 1) if self.options.attention]
         if not all(ours):
             self._open.enter_context(AttentionWatch(lambda: self.current, self._attention))
         return self
@@ -230,8 +135,8 @@ class Recorder:
     @property
     def real(self) -> np.ndarray:
         """False at padding, (rows, T), or one True for all."""
-        keep = self.wanted.keep
-        return np.array(True) if keep is None else keep.cpu().numpy()
+        mask = self.options.mask
+        return np.array(True) if mask is None else mask.cpu().numpy()
 
     @property
     def attention(self) -> dict[int, AttentionStats]:
@@ -262,7 +167,7 @@ class Recorder:
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = _exchanged(args, kwargs, x, lifted)
                     x = lifted
-                self._swapped = batch_second(x, (block for _, block in self.blocks), self.wanted.given)
+                self._swapped = batch_second(x, (block for _, block in self.blocks), self.options.batch_shape)
                 if not self._accepts(self._rows(x)):
                     return None
                 self._note(0, x)
@@ -298,12 +203,12 @@ class Recorder:
         raise ValueError(f"block {name} ran before {self.blocks[expected - 1][0]}; name blocks in the order they run")
 
     def _accepts(self, x: Tensor) -> bool:
-        rows, keep = self.wanted.rows, self.wanted.keep
-        if self.live and keep is not None and keep.shape != x.shape[:2]:
-            keep = None  # of something else, such as a text without the image before it
-            self.wanted = replace(self.wanted, keep=None)
+        rows, mask = self.options.rows, self.options.mask
+        if self.live and mask is not None and mask.shape != x.shape[:2]:
+            mask = None  # of something else, such as a text without the image before it
+            self.options = replace(self.options, mask=None)
         try:
-            check_locations(x[:rows], None if keep is None else keep[:rows])
+            check_locations(x[:rows], None if mask is None else mask[:rows])
         except ValueError as error:
             if not self.live:
                 raise
@@ -312,9 +217,9 @@ class Recorder:
 
     def _note(self, index: int, x: Tensor) -> None:
         """Measure activations now and their gradient when it comes."""
-        wanted = self.wanted if index == 0 else replace(self.wanted, kernel=False)
+        options = self.options if index == 0 else replace(self.options, kernel=False)
         with self.watch.around(x.device):
-            self.described.append(describe(self._rows(x.detach()), wanted))
+            self.described.append(describe(self._rows(x.detach()), options))
         if x.requires_grad:
             x.register_hook(lambda gradient: self._arrived(index, gradient))
 
@@ -325,6 +230,18 @@ class Recorder:
 
     def _rows(self, x: Tensor) -> Tensor:
         return rows_first(x, self._swapped)
+
+
+@torch.no_grad()
+def _carry(before: Tensor, after: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1).mean()
+
+
+def _exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:
+    return (
+        tuple(new if value is old else value for value in args),
+        {name: new if value is old else value for name, value in kwargs.items()},
+    )
 
 
 def hidden(values: Any) -> Tensor:
@@ -341,13 +258,94 @@ def hidden(values: Any) -> Tensor:
     )
 
 
-@torch.no_grad()
-def _carry(before: Tensor, after: Tensor) -> Tensor:
-    return torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1).mean()
+def batch_second(x: Tensor, blocks: Iterable[nn.Module], given: tuple[int, int] | None) -> bool:
+    """Whether a hidden state that enters or leaves the blocks is (T, rows, width).
+
+    torch's own layers say so. Others may transpose around an attention that has the batch second, so there `given`,
+    (rows, T) of the batch's ids or mask, decides; only where it cannot tell, the attention's batch_first does.
+    """
+    blocks = list(blocks)
+    flagged = any(getattr(module, "batch_first", True) is False for block in blocks for module in block.modules())
+    shape = tuple(x.shape[:2])
+    if not flagged or given is None or all(type(block) in _TORCHS for block in blocks):
+        return flagged
+    if given[0] != given[1] and shape in (given, given[::-1]):
+        return shape != given
+    return flagged
 
 
-def _exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:
-    return (
-        tuple(new if value is old else value for value in args),
-        {name: new if value is old else value for name, value in kwargs.items()},
-    )
+def rows_first(x: Tensor, swapped: bool) -> Tensor:
+    """(rows, T, width) of a hidden state with or without rows, on a line or on a grid."""
+    if x.dim() == 2:
+        return x[None]
+    x = x.flatten(1, -2)
+    return x.transpose(0, 1) if swapped else x
+
+
+def check_locations(x: Tensor, mask: Tensor | None) -> None:
+    """Raise unless every row of (rows, T, width) has two locations to compare and mask, False at padding, fits."""
+    if x.shape[1] < 2:
+        raise ValueError("the batch has 1 location per row; cosines compare locations, so give at least 2 tokens")
+    if mask is not None and mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"attention_mask is {tuple(mask.shape)} but the first block reads {tuple(x.shape[:2])} locations; "
+            "leave the mask out, or give one entry per location"
+        )
+    if mask is not None and int(mask.sum(-1).min()) < 2:
+        raise ValueError("a row of the batch has fewer than 2 tokens outside the padding; leave such rows out")
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Generator[None]:
+    """In here no module's call is compiled. Where attention is this library's, its kernels still are.
+
+    Elsewhere torch.compile is off altogether, since a compiled function may call blocks from anywhere.
+    """
+    compiled: list[Any] = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
+    calls = [module._compiled_call_impl for module in compiled]
+    wrapped = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+    ours = any(isinstance(module, ShapedAttention) for module in model.modules())
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        with torch.compiler.set_stance("default" if ours and not wrapped else "force_eager"):
+            yield
+    finally:
+        for module, call in zip(compiled, calls, strict=True):
+            module._compiled_call_impl = call
+
+
+class Stopwatch:
+    """Adds up the time of what runs inside `around`: a GPU's own, or the processor's where that is longer."""
+
+    def __init__(self):
+        self._host = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def around(self, device: torch.device) -> Generator[None]:
+        """Around one measurement on `device`."""
+        started = time.perf_counter()
+        began = _mark(device)
+        try:
+            yield
+        finally:
+            if began is not None:
+                self._events.append((began, cast(torch.cuda.Event, _mark(device))))
+            self._host += time.perf_counter() - started
+
+    @property
+    def seconds(self) -> float:
+        """So far. Waits for the measurements on a GPU to be over."""
+        if not self._events:
+            return self._host
+        for _, last in self._events:
+            last.synchronize()
+        return max(self._host, sum(first.elapsed_time(last) for first, last in self._events) / 1e3)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """A moment in the GPU's work, or None elsewhere."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))

@@ -1,0 +1,180 @@
+"""What an inspection is given: batches and labels, checked, and as arguments of the model."""
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from skipless.inspection.hooks import hidden
+from skipless.model.transformer import Transformer
+
+Batch = Tensor | Mapping[str, Any] | tuple
+_IMAGES, _TOKENS = "pixel_values", "input_ids"
+IGNORED = -100
+
+
+def check_batch(model: nn.Module, batch: Batch, labels: Tensor | None) -> None:
+    """Raise for what cannot be inspected: no tensor, another device, one token, ids outside the vocabulary."""
+    tensors = {name: value for name, value in _named(batch).items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise ValueError(f"batch is {type(batch).__name__} without a tensor; give token ids (rows, T), or a mapping")
+    if labels is not None:
+        tensors["labels"] = labels
+    place = next((p.device for p in model.parameters()), None)
+    for name, tensor in tensors.items():
+        if place is not None and tensor.device != place and not _spread(model):
+            raise ValueError(f"{name} is on {tensor.device} and the model on {place}; move one: {name}.to('{place}')")
+    ids = tensors.get(_TOKENS)
+    if ids is None and isinstance(batch, Tensor) and not batch.is_floating_point():
+        ids = batch
+    if ids is not None:
+        _check_ids(model, ids)
+
+
+def _check_ids(model: nn.Module, ids: Tensor) -> None:
+    if ids.dim() != 2:
+        raise ValueError(
+            f"token ids are {tuple(ids.shape)}; they must be (rows, T): ids[None] makes a batch of one row"
+        )
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token ids are {ids.dtype}; an embedding reads torch.int64 or torch.int32: ids.long()")
+    if ids.shape[1] < 2:
+        raise ValueError("the batch has 1 token per row; cosines compare locations, so give at least 2 tokens")
+    if ids.numel() == 0:
+        raise ValueError(f"the batch is empty: {tuple(ids.shape)}")
+    vocabulary = _vocabulary(model)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or (vocabulary is not None and high >= vocabulary):
+        limit = "" if vocabulary is None else f" and below the model's {vocabulary}"
+        raise ValueError(f"token ids run from {low} to {high}; they must be at least 0{limit}")
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """Rows of the input embedding, where the model says which that is."""
+    if isinstance(model, Transformer):
+        return model.config.vocab_size
+    find = getattr(model, "get_input_embeddings", None)
+    try:
+        table = find() if callable(find) else None
+    except NotImplementedError:
+        return None
+    rows = getattr(table, "num_embeddings", None)
+    return rows if isinstance(rows, int) else None
+
+
+def _spread(model: nn.Module) -> bool:
+    """Whether the model lies on several devices and moves its inputs itself."""
+    return len({p.device for p in model.parameters()}) > 1
+
+
+def padding(batch: Batch) -> Tensor | None:
+    """True at real tokens, (rows, T), or None where nothing is padded."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or bool((mask != 0).all()):
+        return None
+    return mask != 0
+
+
+def rows_and_length(batch: Batch) -> tuple[int, int] | None:
+    """(rows, T) of the mask or the token ids, or None where the batch has neither."""
+    named = _named(batch)
+    integers = [value for value in named.values() if isinstance(value, Tensor) and not value.is_floating_point()]
+    for value in (named.get("attention_mask"), named.get(_TOKENS), *integers):
+        if isinstance(value, Tensor) and value.dim() == 2:
+            return value.shape[0], value.shape[1]
+    return None
+
+
+def model_inputs(model: nn.Module, batch: Batch) -> tuple[tuple, dict[str, Any]]:
+    """Arguments of the model's forward: labels are left to us, and no cache is filled."""
+    accepted = signature(model.forward).parameters
+    args: tuple = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = {str(name): value for name, value in batch.items() if name != "labels"}
+    elif isinstance(batch, Tensor) and batch.is_floating_point() and _IMAGES in accepted:
+        kwargs[_IMAGES] = batch
+    elif isinstance(batch, Tensor) and _TOKENS in accepted:
+        kwargs[_TOKENS] = batch
+    else:
+        args = batch if isinstance(batch, tuple) else (batch,)
+    if "use_cache" in accepted:
+        kwargs.setdefault("use_cache", False)
+    return args, kwargs
+
+
+def _named(batch: Batch) -> dict[str, Any]:
+    if isinstance(batch, Tensor):
+        return {"batch": batch}
+    if isinstance(batch, Mapping):
+        return {str(name): value for name, value in batch.items()}
+    if isinstance(batch, tuple):
+        return {f"batch[{index}]": value for index, value in enumerate(batch)}
+    raise ValueError(f"batch is a {type(batch).__name__}; give a tensor, a mapping of tensors, or a tuple of arguments")
+
+
+def given_labels(batch: Batch, labels: Tensor | None) -> Tensor | None:
+    """The labels, whichever way they came: as an argument, or in the mapping as for a training step."""
+    inside = batch.get("labels") if isinstance(batch, Mapping) else None
+    if inside is not None and labels is not None:
+        raise ValueError("labels are in the batch and given beside it; leave one out")
+    return inside if labels is None else labels
+
+
+def labelled_loss(model: nn.Module, output: Any, labels: Tensor) -> Tensor:
+    """Cross-entropy of the model's logits, shifted by one location for causal language models."""
+    logits = logits_of(output)
+    check_labels(labels, logits.shape[-1])
+    if predicts_next(model):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels are {tuple(labels.shape)} and logits {tuple(logits.shape)}; labels need one class per location "
+            "of the logits (or per row, where the model pools), else give loss=lambda output: …"
+        )
+    return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().long(), ignore_index=IGNORED)
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits among what a model returns."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else hidden(output)
+
+
+def predicts_next(model: nn.Module) -> bool:
+    """Whether the output at a location is for the token after it."""
+    if isinstance(model, Transformer):
+        return model.config.head == "lm"
+    return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Integers in 0 … classes−1, or −100; torch itself reads past the end, dies without a word, or ignores what wrapped
+    around to −100."""
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are {labels.dtype}; class labels are integers, as in torch.long")
+    largest = torch.iinfo(labels.dtype).max
+    if largest < classes - 1:
+        raise ValueError(
+            f"labels are {labels.dtype}, which holds at most {largest}, but the model has {classes} classes: larger "
+            "ones wrap around; make them torch.long before labels are stored in them"
+        )
+    real = labels[labels != IGNORED]
+    if real.numel() == 0:
+        raise ValueError(f"every label is {IGNORED}, which is ignored, so there is no loss to differentiate")
+    low, high = int(real.min()), int(real.max())
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"labels hold {low if low < 0 else high}, but the model has {classes} classes: they must lie in "
+            f"0 … {classes - 1}, or be {IGNORED} to be ignored"
+        )
+
+
+def unit_gradient(like: Tensor) -> Tensor:
+    """An independent random unit vector at every location, the same for every call; torch's own generator rests."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(like.shape, generator=generator)
+    return (noise / noise.norm(dim=-1, keepdim=True)).to(like)
