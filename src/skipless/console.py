@@ -1,4 +1,4 @@
-"""The terminal: progress bars, tables, Ctrl-C, and files a command writes."""
+"""What commands share at the terminal: Ctrl-C, tables, progress, hints for misspelt names, and checks of outputs."""
 
 import functools
 import math
@@ -10,26 +10,27 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from skipless import files as skipless_files
+from skipless import files
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-INTERRUPTED = 130
-written: list[Path] = []  # files that this process has finished writing
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C has stopped
+written_files: list[Path] = []  # by this process, each of them whole
 
 
 @contextmanager
 def handle_sigint() -> Generator[None]:
     """In here Ctrl-C ends an import at once: unwinding it could be swallowed by a library, or end in a traceback.
 
-    Elsewhere it is a KeyboardInterrupt as usual. A process that was report_interrupt to ignore it goes on ignoring it.
+    Elsewhere it is a KeyboardInterrupt as usual. A process that ignores it goes on ignoring it.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before != signal.default_int_handler:
@@ -39,36 +40,34 @@ def handle_sigint() -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        say()
+        _say_stopped()
         sys.exit(INTERRUPTED)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def report_interrupt(command: Callable[..., None], words: str | None = None) -> Callable[..., None]:
-    """The command, ending with a line on Ctrl-C: `words`, for one that writes more than files of its own."""
+    """The command, ending with one line on Ctrl-C: the interrupt's own, `words`, or the files that were written."""
 
     @functools.wraps(command)
     def run(*args, **kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except KeyboardInterrupt:  # typer would end it without a word
-            say(words)
+        except KeyboardInterrupt as stop:  # typer would end it without a word
+            _say_stopped(str(stop) or words)
             sys.exit(INTERRUPTED)
 
     return run
 
 
-def say(words: str | None = None) -> None:
-    """On standard error; by default which files are there."""
-    files = f"written: {', '.join(map(str, written))}" if written else "nothing was written"
-    print(f"skipless: {words or f'stopped; {files}'}", file=sys.stderr)
+def _say_stopped(words: str | None = None) -> None:
+    there = f"written: {', '.join(map(str, written_files))}" if written_files else "nothing was written"
+    say(f"skipless: {words or f'stopped; {there}'}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if _importing(frame):
-        say()
-        sys.stderr.flush()
+        _say_stopped()
         os._exit(INTERRUPTED)
     raise KeyboardInterrupt
 
@@ -81,44 +80,34 @@ def _importing(frame: FrameType | None) -> bool:
     return False
 
 
-FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+def say(words: str) -> None:
+    """A line on standard error."""
+    print(words, file=sys.stderr, flush=True)
 
 
-def check_figure(path: Path) -> None:
-    """Refuse, before any work is done, a figure asked for that could not be drawn or written."""
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"--figure {path} needs matplotlib: pip install 'skipless[plot]', or leave out --figure")
-    if path.suffix.lower() not in FIGURE_SUFFIXES:
-        raise ValueError(f"--figure is {path}; the name must end in {', '.join(FIGURE_SUFFIXES)}")
-    check_target(path)
+def print_text(console: "Console", words: str, style: str = "") -> None:
+    """Words as they are: nothing in them is markup. Lines are broken in a terminal only."""
+    console.print(words, markup=False, highlight=False, style=style, soft_wrap=not console.is_terminal)
 
 
-def check_target(path: Path) -> None:
-    """Make the folder of a file to be written, and see that the file can go there."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; name a file in it")
-    if not skipless_files.is_stream(path):
-        path = skipless_files.linked(path).parent
-        path.mkdir(parents=True, exist_ok=True)
-    if not os.access(path, os.W_OK):
-        raise PermissionError(f"{path} cannot be written to; choose another place")
+_MOST_LISTED = 30
 
 
-def check_apart(outputs: Mapping[str, Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
-    """Refuse, before any work is done, an output that would overwrite an input or another output."""
-    taken = {os.path.realpath(path): "is read" for path in inputs if path is not None}
-    for flag, path in outputs.items():
-        if path is None or path == Path("-") or skipless_files.is_stream(path):
-            continue
-        use = taken.setdefault(os.path.realpath(path), f"{flag} writes")
-        if use != f"{flag} writes":
-            raise ValueError(f"{flag} is {path}, which {use} too; name another file")
+def nearest(name: Any, known: Iterable[str]) -> str:
+    """A hint for a name that is not known: "did you mean 'depth'?", or all names where none is near."""
+    known = sorted(set(known))
+    near = near_names(str(name), known)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    more = f", … ({len(known)} in all)" if len(known) > _MOST_LISTED else ""
+    return f"there are {', '.join(known[:_MOST_LISTED])}{more}"
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, and note it for whoever stops the command."""
-    skipless_files.write_whole(path, data)
-    written.append(path)
+def near_names(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    """Up to three names that are near, the nearest first: those that differ in case or in what precedes a slash."""
+    known, word = list(known), name.lower()
+    same = [each for each in known if word in (each.lower(), each.lower().rpartition("/")[2])]
+    return same[:3] or get_close_matches(name, known, n=3, cutoff=cutoff)
 
 
 def print_table(console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
@@ -169,6 +158,125 @@ def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:
     return all(row[column][:1].isdigit() or row[column][:1] in "-" for row in rows)
 
 
+class Progress:
+    """How far a piece of work has come, on standard error: a bar in a terminal, a line every few seconds elsewhere.
+
+    quiet: nothing at all.
+    """
+
+    def __init__(self, *, every: float = 10.0, quiet: bool = False):
+        self._every, self._quiet = every, quiet
+        self._name, self._percent = "", False
+        self._bar: Any = None
+        self._total: int | None = None
+        self._done, self._said, self._spoken = 0, -1, -math.inf  # what the last line said, and when
+        self._first: tuple[int, float] | None = None  # where and when it was first shown, from which the pace follows
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, name: str, total: int | None = None, done: int = 0, *, percent: bool = False) -> None:
+        """Begin to count, up to `total` where it is known. percent: as a share, for what is measured in bytes."""
+        self.stop()
+        self._name, self._percent = name, percent
+        self._total, self._done, self._first = total, done, None
+        if self._quiet or not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (TextColumn(self._name), BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
+        self._bar = RichProgress(*columns[not self._name :], console=Console(stderr=True), transient=True)
+        self._bar.add_task("", total=total, completed=done)
+        self._bar.start()
+
+    def advance(self, count: int = 1) -> None:
+        """So much more is done; it is seen when something is next shown."""
+        self._done += count
+
+    def show(self, text: str = "", *, done: int | None = None, total: int | None = None) -> None:
+        """The newest state, in words: always on the bar; as a line if the last one is old, or when all is done."""
+        self._done = self._done if done is None else done
+        self._total = self._total if total is None else total
+        now = time.monotonic()
+        self._first = self._first or (self._done, now)
+        if self._bar is not None:
+            words = self._line(text, now)
+            self._bar.update(self._bar.task_ids[0], completed=self._done, total=self._total, description=words)
+        elif not self._quiet and (now - self._spoken > self._every or self._said != self._done == self._total):
+            self._said, self._spoken = self._done, now
+            say(f"{self._name} {self._line(text, now)}".lstrip())
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif not self._quiet:
+            say(text)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _line(self, text: str, now: float) -> str:
+        parts = [text]
+        if self._total:
+            share = 100 * self._done / self._total
+            parts.insert(0, f"{share:.0f} %" if self._percent else f"{self._done}/{self._total}")
+            assert self._first is not None
+            done, began = self._first
+            if self._done > done:
+                left = math.ceil((now - began) * (self._total - self._done) / (self._done - done))
+                parts.append(f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left")
+        return "  ".join(part for part in parts if part)
+
+
+FIGURE_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+def check_figure(path: Path) -> None:
+    """Refuse, before any work is done, a figure asked for that could not be drawn or written."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"--figure {path} needs matplotlib: pip install 'skipless[plot]', or leave out --figure")
+    if path.suffix.lower() not in FIGURE_SUFFIXES:
+        raise ValueError(f"--figure is {path}; the name must end in {', '.join(FIGURE_SUFFIXES)}")
+    check_target(path)
+
+
+def check_target(path: Path) -> None:
+    """Make the folder of a file to be written, and see that the file can go there."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file in it")
+    if not files.is_stream(path):
+        path = files.linked(path).parent
+        path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(f"{path} cannot be written to; choose another place")
+
+
+def check_apart(outputs: Mapping[str, Path | None], inputs: Iterable[Path | str | None] = ()) -> None:
+    """Refuse, before any work is done, an output that would overwrite an input or another output."""
+    taken = {os.path.realpath(path): "is read" for path in inputs if path is not None}
+    for flag, path in outputs.items():
+        if path is None or path == Path("-") or files.is_stream(path):
+            continue
+        use = taken.setdefault(os.path.realpath(path), f"{flag} writes")
+        if use != f"{flag} writes":
+            raise ValueError(f"{flag} is {path}, which {use} too; name another file")
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that was asked for, whole or not at all, and note it for the line that Ctrl-C ends with."""
+    files.write_whole(path, data)
+    written_files.append(path)
+
+
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # a container's
 
 
@@ -194,65 +302,3 @@ def free_memory() -> float:
         with suppress(OSError, ValueError):  # "max"
             bounds.append(int(Path(file).read_text()))
     return min(bounds)
-
-
-INTERVAL = 10.0  # seconds between plain lines
-
-
-class Progress:
-    """Reports to standard error. `total` is in bytes of input, None where it is not known."""
-
-    def __init__(self, quiet: bool = False):
-        self._quiet = quiet
-        self._bar: Any = None
-        self._task: Any = None
-        self._total: int | None = None
-        self._bytes = self._tokens = 0
-        self._started = self._spoken = time.monotonic()
-
-    def say(self, text: str) -> None:
-        """One line."""
-        if self._quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def start(self, total: int | None, done: int = 0) -> None:
-        """Begin to count."""
-        self._total, self._bytes, self._tokens = total, done, 0
-        self._started = self._spoken = time.monotonic()
-        if self._quiet or not sys.stderr.isatty():
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        columns = [BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn()]
-        self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=total, completed=done)
-        self._bar.start()
-
-    def advance(self, count: int) -> None:
-        """So many more bytes of input were read."""
-        self._bytes += count
-
-    def tokens(self, count: int) -> None:
-        """So many more tokens were written."""
-        self._tokens += count
-        now = time.monotonic()
-        rate = self._tokens / max(now - self._started, 1e-9) / 1e6
-        line = f"{self._tokens / 1e6:.1f}M tokens, {rate:.1f}M/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._bytes, description=line)
-        elif now - self._spoken > INTERVAL:
-            self._spoken = now
-            share = f"{100 * self._bytes / self._total:.0f} %, " if self._total else ""
-            self.say(f"tokenising: {share}{line}")
-
-    def stop(self) -> None:
-        """Take the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None

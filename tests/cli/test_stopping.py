@@ -72,10 +72,10 @@ def test_while_inspecting(tmp_path):
 
 
 def test_files_that_are_there_are_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(console, "written", [])
+    monkeypatch.setattr(console, "written_files", [])
 
     def command() -> None:
-        console.write_whole(tmp_path / "data.json", b"{}")
+        console.write_output(tmp_path / "data.json", b"{}")
         raise KeyboardInterrupt
 
     with pytest.raises(SystemExit) as end:
@@ -93,7 +93,7 @@ def test_a_file_in_the_making_is_taken_away(tmp_path, monkeypatch):
 
     monkeypatch.setattr("skipless.data.store.os.fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        console.write_whole(tmp_path / "data.json", b"{}")
+        console.write_output(tmp_path / "data.json", b"{}")
     assert not list(tmp_path.iterdir())
 
 

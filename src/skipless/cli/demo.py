@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from skipless import __version__
-from skipless.console import Progress, print_table, write_whole
+from skipless.console import Progress, print_table, write_output
 from skipless.paper.demo import (
     DEMO,
     E_SPA,
@@ -223,8 +223,8 @@ def _show(planned: tuple[Arm, ...], request: Request) -> None:
     print_table(console, head, rows, styles)
     _note(console, f"\nE-SPA writes, after {request.steps} steps:\n")
     _note(console, text.rstrip())
-    write_whole(out / SAMPLE, text.encode())
-    write_whole(out / RESULTS, json.dumps(as_json(outcomes, reference), indent=2).encode() + b"\n")
+    write_output(out / SAMPLE, text.encode())
+    write_output(out / RESULTS, json.dumps(as_json(outcomes, reference), indent=2).encode() + b"\n")
     drawn = _write_figure(out / FIGURE, lambda: draw(outcomes, reference))
     written = [out / FIGURE] if drawn else []
     _note(console, "")
@@ -238,7 +238,7 @@ def _write_figure(path: Path, picture) -> bool:
     try:
         from skipless.figures.style import render
 
-        write_whole(path, render(picture(), path.suffix))
+        write_output(path, render(picture(), path.suffix))
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
             raise

@@ -259,10 +259,10 @@ def _record(
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    from skipless.console import write_whole
+    from skipless.console import write_output
 
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
     else:
-        write_whole(path, text.encode())
+        write_output(path, text.encode())

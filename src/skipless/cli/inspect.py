@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
-from skipless.console import check_apart, check_figure, check_fits, check_target, print_table, write_whole
+from skipless.console import check_apart, check_figure, check_fits, check_target, print_table, write_output
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import open_corpus
 from skipless.inspection.inspect import inspect, rounding, with_rounding
@@ -316,7 +316,7 @@ def run(
     if to_stdout:
         sys.stdout.write(found.to_json() + "\n")
     elif json_file is not None:
-        write_whole(json_file, found.to_json().encode())
+        write_output(json_file, found.to_json().encode())
         _say(console, f"data: {json_file}")
     if figure is not None:
         _draw(console, found, figure)
@@ -342,7 +342,7 @@ def _draw(console: Console, found: Inspection, path: Path) -> None:
     from skipless.figures.inspection import inspection_figure
     from skipless.figures.style import render
 
-    write_whole(path, render(inspection_figure(found), path.suffix.lower()))
+    write_output(path, render(inspection_figure(found), path.suffix.lower()))
     _say(console, f"figure: {path}")
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from skipless import __version__
 from skipless.cli.kernel_request import Flags, Request, resolve
-from skipless.console import check_apart, check_figure, check_target, print_table, write_whole
+from skipless.console import check_apart, check_figure, check_target, print_table, write_output
 from skipless.figures import kernels as figures_kernels
 from skipless.figures.kernels import GridRow, Heading
 from skipless.inspection.inspection import finite
@@ -227,7 +227,7 @@ def run(name: str, flags: Flags, outputs: Outputs) -> bool:
     if outputs.json_to_stdout:
         sys.stdout.write(as_json(request, studies))
     elif outputs.json_file is not None:
-        write_whole(outputs.json_file, as_json(request, studies).encode())
+        write_output(outputs.json_file, as_json(request, studies).encode())
         _note(console, f"data: {outputs.json_file}")
     if figure is not None:
         _write_figure(console, request, studies, figure)
@@ -257,7 +257,7 @@ def _write_figure(console: Console, request: Request, studies: Sequence[Study], 
             raise
         _note(Console(stderr=True), f"no figure: {missing.name} is not installed; pip install 'skipless[plot]'")
         return
-    write_whole(path, render(draw(request, studies), path.suffix.lower()))
+    write_output(path, render(draw(request, studies), path.suffix.lower()))
     _note(console, f"figure: {path}")
 
 

@@ -60,8 +60,8 @@ def _run(plan, folder: Path, workers: int | None, force: bool) -> None:
     try:
         prepare(plan, folder, workers, force, Progress())
     except KeyboardInterrupt:
-        typer.echo(f"skipless: stopped; finished shards in {folder} are kept: run the same command to resume", err=True)
-        raise typer.Exit(130) from None
+        words = f"stopped; finished shards in {folder} are kept: run the same command to resume"
+        raise KeyboardInterrupt(words) from None
     typer.echo(folder)
 
 

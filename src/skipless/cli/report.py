@@ -141,7 +141,7 @@ def command(
     skipless kernels fig7 --json fig7.json && skipless report fig7.json
     skipless report results/baselines-small.json --out baselines.html
     """
-    from skipless.console import check_apart, check_target, write_whole
+    from skipless.console import check_apart, check_target, write_output
     from skipless.paper.tables import count
     from skipless.report.page import render
 
@@ -154,7 +154,7 @@ def command(
     if words:
         print(words)
     page = render(inspections, curves, title, tables).encode()
-    write_whole(out, page)
+    write_output(out, page)
     networks = count(len(inspections), "network")
     print(f"report: {out} ({len(page) / 1000:.0f} kB, {networks}, {count(len(curves), 'run')})")
 

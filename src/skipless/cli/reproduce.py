@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from skipless.console import print_table, write_whole
+from skipless.console import print_table, write_output
 from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, Text
 from skipless.paper.records import Record, ResultsFolder
 from skipless.paper.runs import CPU, H200, Limits, Listener, Outcome, Run, missing, run_seconds, total
@@ -268,8 +268,8 @@ def _write_kernels(table: PaperTable, stem: Path, console: Console) -> list[Path
 
 def _write_pair(stem: Path, page: str, data: dict[str, Any]) -> list[Path]:
     paths = [stem.parent / f"{stem.name}.md", stem.parent / f"{stem.name}.json"]
-    write_whole(paths[0], page.encode())
-    write_whole(paths[1], json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n")
+    write_output(paths[0], page.encode())
+    write_output(paths[1], json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n")
     return paths
 
 
@@ -281,7 +281,7 @@ def write_figure(path: Path, draw: "Callable[[], Figure | None]") -> list[Path]:
         figure = draw()
         if figure is None:
             return []
-        write_whole(path, render(figure, path.suffix))
+        write_output(path, render(figure, path.suffix))
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
             raise
@@ -460,7 +460,7 @@ def command(
         return
     if index:
         folders = [ResultsFolder(out, name) for name in SCALES]
-        write_whole(out / INDEX, results_index(out, folders).encode())
+        write_output(out / INDEX, results_index(out, folders).encode())
         print(f"wrote {out / INDEX}")
         return
     names = tuple(name.strip() for name in arms.split(",") if name.strip())

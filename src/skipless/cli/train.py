@@ -53,9 +53,8 @@ def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: b
         result = train(experiment, out, resume=resume, device=device, tensorboard=tensorboard)
     except Diverged as error:
         raise ValueError(str(error)) from error
-    except KeyboardInterrupt as stop:  # caught here: typer ends it without a word
-        print(f"skipless: {str(stop) or 'stopped; repeat the command with --resume'} ({out})", file=sys.stderr)
-        raise typer.Exit(130) from stop
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"{str(stop) or 'stopped; repeat the command with --resume'} ({out})") from None
     print(f"trained {result.steps} steps: training loss {result.train_loss:.4f} (smoothed)")
     if result.valid is not None:
         print(f"validation loss {result.valid.loss:.4f}, perplexity {result.valid.perplexity:.2f}")

@@ -15,6 +15,7 @@ The folder, in the order in which its files appear:
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -341,7 +342,8 @@ def _fill(folder: Folder, plan: Preparation, texts: _Texts, tokenizer: Tokenizer
     while not last:
         if index not in present:
             stop = min((later for later in present if later > index), default=None)
-            job.progress.start(total, sum(size or 0 for size in sizes[: place[0]]))
+            read = sum(size or 0 for size in sizes[: place[0]])
+            job.progress.start("tokenising", total, read, percent=True)
             found = chunks(texts.sources, place, index, round(plan.shard_mb * 1e6), job.progress.advance)
             with closing(tokenised(found, tokenizer, texts.fraction, job.workers)) as stream:
                 for section in _write(folder, stream, stop, job.progress):
@@ -368,11 +370,13 @@ def _same(before: Section | None, now: Section) -> None:
 
 def _write(folder: Folder, stream, stop: int | None, progress: Progress) -> Iterator[Section]:
     """Write sections up to `stop`, or to the end of the corpus, noting each one when it is safe."""
-    writer = SectionWriter(folder.path)
+    writer, tokens, began = SectionWriter(folder.path), 0, time.monotonic()
     try:
         for chunk, encoded in stream:
             section = writer.add(chunk, encoded)
-            progress.tokens(sum(len(part.tokens) for part in encoded))
+            tokens += sum(len(part.tokens) for part in encoded)
+            rate = tokens / max(time.monotonic() - began, 1e-9)
+            progress.show(f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.1f}M/s")
             if section is not None:
                 folder.note_section(section)
                 yield section

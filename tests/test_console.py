@@ -1,0 +1,90 @@
+"""What commands share at the terminal."""
+
+import io
+import sys
+
+import pytest
+
+from skipless import console
+from skipless.console import Progress, near_names, nearest
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The time that a Progress sees: its one entry."""
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_progress_is_a_line_at_first_then_every_few_seconds_and_at_the_end(capsys, clock):
+    progress = Progress(every=5.0)
+    progress.start("run", 100)
+    for step, seconds in ((10, 0), (20, 4), (30, 6), (50, 8), (100, 9), (100, 9)):
+        clock[0] = 100.0 + seconds
+        progress.show(f"loss {step}", done=step)
+    progress.stop()
+    assert capsys.readouterr().err.splitlines() == [
+        "run 10/100  loss 10",
+        "run 30/100  loss 30  0:00:21 left",  # 20 steps in 6 s
+        "run 100/100  loss 100  0:00:00 left",
+    ]
+
+
+def test_progress_counts_a_share_of_bytes_or_nothing_at_all(capsys, clock):
+    progress = Progress()
+    progress.start("tokenising", 4000, 1000, percent=True)
+    progress.advance(2000)
+    progress.show("1M tokens")
+    progress.start("tokenising", None)
+    clock[0] += 11
+    progress.show("2M tokens")
+    assert capsys.readouterr().err.splitlines() == ["tokenising 75 %  1M tokens", "tokenising 2M tokens"]
+
+
+def test_quiet_progress_says_nothing(capsys):
+    with Progress(quiet=True) as progress:
+        progress.start("run", 3)
+        progress.show("words", done=3)
+        progress.say("more")
+    assert capsys.readouterr().err == ""
+
+
+def test_in_a_terminal_progress_is_a_bar_that_goes_away(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    seen = Terminal()
+    monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress() as progress:
+        progress.start("run", 3)
+        progress.show("loss [1]", done=2)
+        progress.say("step 2: [saved]")
+    assert "2/3  loss [1]" in seen.getvalue()
+    assert "step 2: [saved]" in seen.getvalue()
+    assert seen.getvalue().endswith("\x1b[2K")  # the bar's line is erased
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("dpeth", "did you mean 'depth' or 'width'?"),
+        ("DEPTH", "did you mean 'depth'?"),
+        ("e-spa", "did you mean 'c4/e-spa'?"),
+        ("zzz", "there are c4/e-spa, depth, width"),
+        (7, "there are c4/e-spa, depth, width"),
+    ],
+)
+def test_a_hint_is_the_nearest_name_or_all(name, hint):
+    assert nearest(name, ["width", "depth", "c4/e-spa"]) == hint
+
+
+def test_of_many_names_a_hint_shows_some():
+    assert nearest("zzz", map(str, range(1000, 1100))).endswith("1028, 1029, … (100 in all)")
+
+
+def test_near_names_may_be_asked_to_be_nearer():
+    assert near_names("rates", ["rate", "date"]) == ["rate", "date"]
+    assert near_names("rates", ["rate", "date"], cutoff=0.8) == ["rate"]
