@@ -222,7 +222,7 @@ def test_blocks_are_found_or_named():
     assert [name for name, _ in find_blocks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
     assert [name for name, _ in find_blocks(model, "blocks")] == ["blocks.0", "blocks.1", "blocks.2"]
     assert len(inspect(model, tokens(), blocks=["blocks.0", "blocks.1"]).blocks) == 3
-    with pytest.raises(ValueError, match=r"no module 'block\.0'; nearest: blocks\.0"):
+    with pytest.raises(ValueError, match=r"no module 'block\.0'; did you mean 'blocks\.0'"):
         find_blocks(model, ["block.0"])
     with pytest.raises(ValueError, match="order they run"):
         inspect(model, tokens(), blocks=["blocks.1", "blocks.0"])

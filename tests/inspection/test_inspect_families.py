@@ -157,5 +157,5 @@ def test_a_saved_folder_is_opened_with_its_own_class(tmp_path, family):
 
 
 def test_unknown_families_are_named():
-    with pytest.raises(ValueError, match="transformers knows no family 'gtp2'; nearest: gpt2"):
+    with pytest.raises(ValueError, match="transformers knows no family 'gtp2'; did you mean 'gpt2'"):
         build_family("gtp2")

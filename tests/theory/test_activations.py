@@ -79,8 +79,10 @@ def test_numpy_scalars_are_stored_as_python_floats():
     assert json.dumps(dataclasses.asdict(f)) == json.dumps(dataclasses.asdict(ShapedActivation("tanh", 0.5, 1)))
 
 
-def test_unknown_name_lists_names_and_the_nearest():
-    with pytest.raises(ValueError, match=r"'gellu'.*leaky_relu.*nearest: 'gelu'"):
+def test_unknown_name_lists_names_or_the_nearest():
+    with pytest.raises(ValueError, match=r"'zzz'; there are .*, leaky_relu, .*"):
+        ShapedActivation("zzz")
+    with pytest.raises(ValueError, match=r"'gellu'; did you mean 'gelu'"):
         ShapedActivation("gellu")
 
 

@@ -220,7 +220,7 @@ def test_infeasible_tau_names_one_that_works():
         (lambda: dks("gelu", 36, skip_weight=1.0), "skip_weight=1.0"),
         (lambda: dks("relu", 36), "'leaky_relu' or a smooth"),
         (lambda: dks("identity", 36), "no constant left"),
-        (lambda: dks("gleu", 36), "nearest: 'gelu'"),
+        (lambda: dks("gleu", 36), "did you mean 'gelu'"),
         (lambda: tat("gelu", 36, tau=0.0), "tau > 0"),
         (lambda: tat("gelu", 36, eta=0.5, tau=0.3), "not both"),
         (lambda: tat("gelu", 36, eta=1.0), "eta=1"),

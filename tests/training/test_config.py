@@ -161,5 +161,5 @@ def test_recipes_are_appendix_h():
     assert espa.data == DataConfig("wikitext-103", vocab=32_000)
     assert OptimizerConfig().betas == (0.9, 0.999)
     assert len(names()) == 85
-    with pytest.raises(ValueError, match="no preset 'wikitext103/espa'; nearest: wikitext103/e-spa"):
+    with pytest.raises(ValueError, match="no preset 'wikitext103/espa'; did you mean 'wikitext103/e-spa'"):
         recipe("wikitext103/espa")

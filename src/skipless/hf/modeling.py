@@ -1,7 +1,6 @@
 """The network as a Hugging Face model: configuration, inputs, forward and generation."""
 
 import dataclasses
-import difflib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
@@ -13,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from skipless.console import near_names
 from skipless.hf.tokenizer import fast_tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.fold import FoldedTransformer
@@ -68,7 +68,7 @@ class SkiplessConfig(PreTrainedConfig):
 def _check_unknown(kwargs: dict[str, Any]) -> None:
     """transformers keeps unknown names as attributes; one that is nearly a field is a slip that changes the model."""
     for name in kwargs:
-        if near := difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.8):
+        if near := near_names(name, FIELDS, cutoff=0.8):
             raise ValueError(f"SkiplessConfig has no field {name!r}; did you mean {near[0]!r}?")
 
 

@@ -1,6 +1,5 @@
 """Hooks: find a model's blocks and record what enters and leaves them, also in models that were compiled."""
 
-import difflib
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from skipless.console import nearest
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
 from skipless.inspection.statistics import ActivationStats, Described, InspectOptions, describe, wide
 from skipless.nn.attention import ShapedAttention
@@ -67,8 +67,7 @@ def _members(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 def _module(model: nn.Module, name: str) -> nn.Module:
     modules = dict(model.named_modules())
     if name not in modules:
-        near = difflib.get_close_matches(name, modules, n=3, cutoff=0.4)
-        raise ValueError(f"the model has no module {name!r}; nearest: {', '.join(near) or 'none'}")
+        raise ValueError(f"the model has no module {name!r}; {nearest(name, modules)}")
     return modules[name]
 
 

@@ -1,10 +1,11 @@
 """Hugging Face models: from a folder that save_pretrained wrote, or a family built anew from its config."""
 
-import difflib
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+
+from skipless.console import nearest
 
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt-neox": "gpt_neox", "bert": "bert", "vit": "vit"}
 
@@ -50,8 +51,7 @@ def build_family(name: str, **sizes: int) -> nn.Module:
 
     kind = FAMILIES.get(name, name)
     if kind not in CONFIG_MAPPING_NAMES:
-        near = difflib.get_close_matches(kind, [*FAMILIES, *CONFIG_MAPPING_NAMES], n=3, cutoff=0.4)
-        raise ValueError(f"transformers knows no family {name!r}; nearest: {', '.join(near) or ', '.join(FAMILIES)}")
+        raise ValueError(f"transformers knows no family {name!r}; {nearest(kind, [*FAMILIES, *CONFIG_MAPPING_NAMES])}")
     special = {"bos_token_id": None, "eos_token_id": None} if "vocab_size" in sizes else {}
     config = transformers.AutoConfig.for_model(kind, **_spelt(kind, sizes), **special)
     return _auto_class(config).from_config(config).eval()

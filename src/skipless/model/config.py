@@ -6,7 +6,6 @@ ModelConfig: everything that defines a network, frozen, checked, and plain JSON.
 """
 
 import dataclasses
-import difflib
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from skipless.console import nearest
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
@@ -45,9 +45,7 @@ def check_names(kind: Any, data: Mapping[str, Any]) -> None:
     known = {f.name for f in fields(kind)}
     for name in data:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(sorted(known))}"
-            raise ValueError(f"{kind.__name__} has no field {name!r}; {hint}")
+            raise ValueError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
 
 
 def whole_numbers(config: "ModelConfig") -> dict[str, int]:

@@ -1,10 +1,10 @@
 """Every named model of the paper: preset("wikitext103/e-spa"), preset("c4/pre-ln"), preset("depth/e-spa-108")."""
 
-import difflib
 import logging
 from collections.abc import Callable
 from typing import Any
 
+from skipless.console import nearest
 from skipless.model.config import ModelConfig, check_names
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
@@ -30,10 +30,7 @@ def full_name(name: str) -> str:
         others = [known for known in PRESETS if known != full and known.endswith(f"/{name}")]
         logger.warning("%s is the preset %s%s", name, full, f" (not {', '.join(others)})" if others else "")
         return full
-    wanted = str(name).lower()
-    same = [known for known in PRESETS if wanted in (known, known.rpartition("/")[2])]
-    near = same or difflib.get_close_matches(wanted, PRESETS, n=3, cutoff=0.3)
-    raise ValueError(f"there is no preset {name!r}; nearest: {', '.join(near) or ', '.join(PRESETS)}")
+    raise ValueError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
 
 
 def configuration(given: Any, **changes) -> ModelConfig:

@@ -1,13 +1,12 @@
 """Recipes: a preset's network with its schedule and its data, as an Experiment; and training by one call."""
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipless.console import Progress
+from skipless.console import Progress, nearest
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import read_manifest
 from skipless.data.text import DATASETS
@@ -111,9 +110,7 @@ def _path_of(experiment: Experiment, name: str) -> str:
     kinds["model.scheme"] = type(experiment.model.scheme)
     fields = {field.name: f"{part}.{field.name}" for part, kind in kinds.items() for field in dataclasses.fields(kind)}
     if name not in fields:
-        near = difflib.get_close_matches(name, fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(fields))}"
-        raise ValueError(f"train() has no setting {name!r}; {hint}")
+        raise ValueError(f"train() has no setting {name!r}; {nearest(name, fields)}")
     return fields[name]
 
 

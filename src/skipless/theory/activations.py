@@ -4,7 +4,6 @@ DKS (Martens et al. 2021) and TAT (Zhang et al. 2022) leave the architecture alo
 (α, β, δ, γ) so that the network's kernel maps behave. This file holds the function; `shaping` chooses the constants.
 """
 
-import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy
+
+from skipless.console import nearest
 
 Array = np.ndarray
 _RECTIFIED = ("relu", "leaky_relu")
@@ -95,10 +96,8 @@ BASE_NAMES: tuple[str, ...] = tuple(sorted((*_SMOOTH, *_RECTIFIED)))
 
 def check_base(name: str) -> None:
     """Refuse a name that is not in `BASE_NAMES`."""
-    if name in BASE_NAMES:
-        return
-    near = difflib.get_close_matches(str(name), BASE_NAMES, n=1, cutoff=0.0)[0]
-    raise ValueError(f"unknown activation {name!r}: choose from {', '.join(BASE_NAMES)} (nearest: {near!r})")
+    if name not in BASE_NAMES:
+        raise ValueError(f"there is no activation {name!r}; {nearest(name, BASE_NAMES)}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Configuration of a run: model, data, optimiser and schedule; frozen, checked, and plain JSON."""
 
 import dataclasses
-import difflib
 import json
 import math
 import types
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from skipless.console import nearest
 from skipless.model.config import ModelConfig
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -123,9 +123,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
     if name not in allowed:
-        near = difflib.get_close_matches(name, allowed, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(allowed)}"
-        raise ValueError(f"{complaint} {name!r}; {hint}")
+        raise ValueError(f"{complaint} {name!r}; {nearest(name, allowed)}")
 
 
 def _check_choices(config: OptimizerConfig) -> None:
@@ -320,7 +318,7 @@ def _checked_fields(kind: Any, data: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} is {data!r}; it must be a mapping of {', '.join(known)}")
     for name in data:
         if name not in known:
-            raise ValueError(f"{where} has no field {name!r}; {_nearest(name, known)}")
+            raise ValueError(f"{where} has no field {name!r}; {nearest(name, known)}")
     hints, prefix = typing.get_type_hints(kind), "" if kind is Experiment else f"{where}."
     return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
 
@@ -331,9 +329,7 @@ def _changed(target: Any, changes: dict[tuple[str, ...], Any], prefix: str) -> A
     values: dict[str, Any] = {}
     for name in dict.fromkeys(path[0] for path in changes):
         if name not in known:
-            raise ValueError(
-                f"--set {prefix}{name}: {type(target).__name__} has no such field; {_nearest(name, known)}"
-            )
+            raise ValueError(f"--set {prefix}{name}: {type(target).__name__} has no such field; {nearest(name, known)}")
         below = {path[1:]: text for path, text in changes.items() if path[0] == name}
         values[name] = _value(getattr(target, name), typing.get_type_hints(type(target))[name], below, prefix + name)
     follows = isinstance(target, ModelConfig | TrainConfig)
@@ -436,8 +432,3 @@ def _choice(value: Any, allowed: tuple, name: str) -> Any:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
     return value
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(known)}"

@@ -1,9 +1,9 @@
 """Open a trained model: a run, one of its checkpoints, or an export; with its tokenizer."""
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from skipless.console import near_names
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
@@ -66,7 +66,7 @@ def _why_not(path: Path) -> str:
     wanted = "give a run's folder, a checkpoint in it, or a folder that `skipless export` or save_pretrained wrote"
     if not path.exists():
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, siblings, n=1)
+        near = near_names(path.name, siblings)
         hint = f"did you mean {path.parent / near[0]}?" if near else f"{wanted} (working folder {Path.cwd()})"
         return f"{path} does not exist; {hint}"
     if path.is_file():
