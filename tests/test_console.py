@@ -50,6 +50,14 @@ def test_quiet_progress_says_nothing(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_progress_may_be_a_bar_or_nothing(capsys):
+    progress = Progress(every=None)
+    progress.start("run", 3)
+    progress.show("words", done=3)
+    progress.say("a line")
+    assert capsys.readouterr().err == "a line\n"
+
+
 def test_in_a_terminal_progress_is_a_bar_that_goes_away(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -161,10 +161,10 @@ def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:
 class Progress:
     """How far a piece of work has come, on standard error: a bar in a terminal, a line every few seconds elsewhere.
 
-    quiet: nothing at all.
+    every: seconds between lines; None: no lines, only the bar. quiet: nothing at all.
     """
 
-    def __init__(self, *, every: float = 10.0, quiet: bool = False):
+    def __init__(self, *, every: float | None = 10.0, quiet: bool = False):
         self._every, self._quiet = every, quiet
         self._name, self._percent = "", False
         self._bar: Any = None
@@ -207,7 +207,10 @@ class Progress:
         if self._bar is not None:
             words = self._line(text, now)
             self._bar.update(self._bar.task_ids[0], completed=self._done, total=self._total, description=words)
-        elif not self._quiet and (now - self._spoken > self._every or self._said != self._done == self._total):
+            return
+        if self._quiet or self._every is None:
+            return
+        if now - self._spoken > self._every or self._said != self._done == self._total:
             self._said, self._spoken = self._done, now
             say(f"{self._name} {self._line(text, now)}".lstrip())
 

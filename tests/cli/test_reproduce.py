@@ -382,10 +382,10 @@ def test_list(reproduce) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["basline"], "there is no table 'basline'; nearest: baselines"),
+        (["basline"], "there is no table 'basline'; did you mean 'baselines'"),
         ([], "name a table, such as baselines"),
         (["baselines", "--scale", "large"], "--scale is 'large'; there are tiny, small, paper"),
-        (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen table has; nearest: e-spa"),
+        (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen table has; did you mean 'e-spa'"),
         (["baselines", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
         (["baselines", "--budget", "-1"], "--budget is -1 seconds; it must be positive"),
         (["baselines", "--rates", "0"], "--rates is 0; it must be at least 1"),

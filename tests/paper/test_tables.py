@@ -207,16 +207,16 @@ def test_arms_can_be_named() -> None:
     assert [arm.name for arm in table.chosen(scale, ("skipless", "e-spa"))] == ["e-spa", "skipless"]
     assert table.chosen(scale, ("all",)) == table.arms
     check_arms([table], ("skipless", "all"))
-    with pytest.raises(ValueError, match="--arms names 'e-sp', which no chosen table has; nearest: e-spa"):
+    with pytest.raises(ValueError, match="--arms names 'e-sp', which no chosen table has; did you mean 'e-spa'"):
         check_arms([table], ("e-sp",))
 
 
 def test_unknown_names_suggest_near_ones() -> None:
-    with pytest.raises(ValueError, match="there is no table 'baseline'; nearest: baselines"):
+    with pytest.raises(ValueError, match="there is no table 'baseline'; did you mean 'baselines'"):
         tables_named(["baseline"])
     with pytest.raises(ValueError, match="name a table, such as baselines"):
         tables_named([])
-    with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean small\?"):
+    with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean 'small'"):
         scale_named("smal")
     assert [table.name for table in tables_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
     assert len(tables_named(["all"])) == len(TABLES) == 27

@@ -1,10 +1,8 @@
 """`skipless reproduce`: tables of the paper, run and written."""
 
-import difflib
 import json
-import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from skipless.console import print_table, write_output
+from skipless.console import Progress, nearest, print_table, say, write_output
 from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, Text
 from skipless.paper.records import Record, ResultsFolder
 from skipless.paper.runs import CPU, H200, Limits, Listener, Outcome, Run, missing, run_seconds, total
@@ -66,7 +64,7 @@ def run(request: Request, limits: Limits) -> bool:
                 _train(trained, setting, folder, limits, reporter, request.arms)
         except KeyboardInterrupt:
             reporter.close()
-            _say("skipless: stopped; the same command goes on from there")
+            say("skipless: stopped; the same command goes on from there")
             _write(tables, setting, folder)
             raise typer.Exit(130) from None
         finally:
@@ -81,7 +79,7 @@ def tables_named(names: Sequence[str]) -> list[PaperTable]:
         raise ValueError("name a table, such as baselines; `skipless reproduce --list` shows all")
     for name in names:
         if name != "all" and name not in TABLES:
-            raise ValueError(f"there is no table {name!r}; nearest: {_nearest(name, TABLES)}")
+            raise ValueError(f"there is no table {name!r}; {nearest(name, TABLES)}")
     wanted = [each for name in names for each in (TABLES if name == "all" else [name])]
     return [TABLES[name] for name in dict.fromkeys(wanted)]
 
@@ -91,20 +89,14 @@ def check_arms(tables: Sequence[PaperTable], names: Sequence[str]) -> None:
     known = {arm.name for table in tables for arm in table.arms}
     for name in names:
         if name != "all" and name not in known:
-            raise ValueError(f"--arms names {name!r}, which no chosen table has; nearest: {_nearest(name, known)}")
+            raise ValueError(f"--arms names {name!r}, which no chosen table has; {nearest(name, known)}")
 
 
 def scale_named(name: str) -> Scale:
     """The scale of that name."""
     if name not in SCALES:
-        near = difflib.get_close_matches(name, SCALES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SCALES)}"
-        raise ValueError(f"--scale is {name!r}; {hint}")
+        raise ValueError(f"--scale is {name!r}; {nearest(name, SCALES)}")
     return SCALES[name]
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    return ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.4) or sorted(known))
 
 
 def _setting(request: Request, scale: Scale, folder: ResultsFolder) -> Setting:
@@ -122,7 +114,7 @@ def _logged_text(folder: ResultsFolder) -> Text:
         )
     if len(texts) > 1:
         others = ", ".join(text.name for text in texts[1:])
-        _say(f"the logs hold runs on several texts; tables are of {texts[0].name}, not of {others}: --data names one")
+        say(f"the logs hold runs on several texts; tables are of {texts[0].name}, not of {others}: --data names one")
     return texts[0]
 
 
@@ -154,17 +146,17 @@ def _train(
     runnable = [table for table in tables if table.measure != "tasks" or limits.tasks is not None]
     for table in tables:
         if table not in runnable:
-            _say(f"{table.name} is left out: it needs --tasks-folder, the folder of the tasks' .jsonl files")
+            say(f"{table.name} is left out: it needs --tasks-folder, the folder of the tasks' .jsonl files")
     left = Scheduler(runnable, setting, folder, limits, reporter, arms).work()
     reporter.close()
     if not left:
         return
     are = "is" if len(left) == 1 else "are"
-    _say(f"{count(len(left), 'run')} {are} still missing, and what follows from it; the same command goes on:")
+    say(f"{count(len(left), 'run')} {are} still missing, and what follows from it; the same command goes on:")
     for each in left[:_MOST_SHOWN]:
-        _say(f"  {each.describe()}")
+        say(f"  {each.describe()}")
     if len(left) > _MOST_SHOWN:
-        _say(f"  and {len(left) - _MOST_SHOWN} more")
+        say(f"  and {len(left) - _MOST_SHOWN} more")
 
 
 class Reporter(Listener):
@@ -173,13 +165,12 @@ class Reporter(Listener):
     def __init__(self):
         self.errors: list[str] = []
         self._done, self._began = 0, time.monotonic()
-        self._bar: Any = _bar() if sys.stderr.isatty() else None
-        self._task = self._bar.add_task("", total=None) if self._bar is not None else None
+        self._progress = Progress(every=None)
+        self._progress.start("")
 
     def started(self, run: Run) -> None:
         """On the bar only."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=run.describe())
+        self._progress.show(run.describe())
 
     def finished(self, record: Record, known: int) -> None:
         """A line with the loss, or where it diverged."""
@@ -188,40 +179,22 @@ class Reporter(Listener):
         longer = "" if record.multiple == 1.0 else f" ×{record.multiple:g}"
         asked = f" ({record.measure})" if record.measure else ""
         what = f"{record.item}: {record.arm}{longer}, rate {record.rate:g}, seed {record.seed}{asked}"
-        self._say(f"{self._clock()} {what}: {end}, {record.seconds:.0f} s; {known} to go")
-        if self._bar is not None:
-            self._bar.update(self._task, total=self._done + known, completed=self._done)
+        self._progress.say(f"{self._clock()} {what}: {end}, {record.seconds:.0f} s; {known} to go")
+        self._progress.show(done=self._done, total=self._done + known)
 
     def failed(self, run: Run, error: str, traceback: Path) -> None:
         """A line with the error; the run is tried again by the next call."""
         self.errors.append(f"{run.describe()}: {error}")
         where = f" (traceback: {traceback})" if traceback.is_file() else ""
-        self._say(f"{self._clock()} failed: {self.errors[-1]}{where}")
+        self._progress.say(f"{self._clock()} failed: {self.errors[-1]}{where}")
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._progress.stop()
 
     def _clock(self) -> str:
         seconds = round(time.monotonic() - self._began)
         return f"{seconds // 60:3d}:{seconds % 60:02d}"
-
-    def _say(self, words: str) -> None:
-        if self._bar is not None:
-            self._bar.console.print(words, markup=False, highlight=False)
-        else:
-            _say(words)
-
-
-def _bar() -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    bar.start()
-    return bar
 
 
 def _write(tables: Sequence[PaperTable], setting: Setting | None, folder: ResultsFolder) -> None:
@@ -285,7 +258,7 @@ def write_figure(path: Path, draw: "Callable[[], Figure | None]") -> list[Path]:
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
             raise
-        _say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]', then the same command again")
+        say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]', then the same command again")
         return []
     return [path]
 
@@ -348,10 +321,6 @@ def _print_verdict(console: Console, mark: str, claim: str, detail: str) -> None
     colour = {"pass": "green", "fail": "red"}.get(mark, "yellow")
     words = f"{mark:7s} {claim}{f' ({detail})' if detail else ''}"
     console.print(words, markup=False, highlight=False, style=colour, soft_wrap=True)
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
 
 
 # A stand-in where nothing has been run: sizes and costs need no more of a text than how many tokens it knows.
