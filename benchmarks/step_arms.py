@@ -15,7 +15,7 @@ from skipless.ops.layout import Layout
 from skipless.training.config import OptimizerConfig, TrainConfig
 from skipless.training.distributed import World
 from skipless.training.optim.build import build_optimizer, use_tensor_rates
-from skipless.training.step import TrainStep
+from skipless.training.trainer import TrainStep
 
 OURS = ("e-spa", "u-spa", "v-skipinit", "pre-ln")
 THEIRS = ("llama", "gpt-neox", "llama-masked", "gpt-neox-masked")

@@ -139,7 +139,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from skipless.training.distributed import leave
+from skipless.training.distributed import exit_process
 
 def shard(model):
     mesh = init_device_mesh("cpu", (2,))
@@ -198,7 +198,7 @@ dist.destroy_process_group()
 if rank == 0:
     for name in NAMES:
         load("fsdp", "plain", name)
-leave()
+exit_process()
 """
 
 

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from skipless.training import step as step_module
 from skipless.training import trainer
 from skipless.training.divergence import Diverged, GradientWatch, diagonal_warning
 from skipless.training.run import Display, read_metrics
-from skipless.training.step import TrainStep
-from skipless.training.trainer import train
+from skipless.training.trainer import Trainer, TrainStep, train
 
 
 def expected_rate(step: int) -> float:
@@ -65,13 +63,13 @@ def test_the_smoothed_loss_and_the_pace_are_those_of_the_steps(experiment, tmp_p
 
 def poison(monkeypatch, *calls: int) -> None:
     """Make the loss of these calls NaN, or of all."""
-    honest, seen = step_module.cross_entropy, []
+    honest, seen = trainer.cross_entropy, []
 
     def failing(model, batch, packed):
         seen.append(1)
         return honest(model, batch, packed) * (torch.nan if not calls or len(seen) in calls else 1.0)
 
-    monkeypatch.setattr(step_module, "cross_entropy", failing)
+    monkeypatch.setattr(trainer, "cross_entropy", failing)
 
 
 def halving(experiment):
@@ -81,21 +79,21 @@ def halving(experiment):
 def test_a_halved_rate_and_the_validation_outlive_a_stop(every_step, tmp_path, monkeypatch, steps):
     poison(monkeypatch, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_stops", lambda live, *_: KeyboardInterrupt if live.progress.step == 13 else None)
+        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.progress.step == 14 else None)
         with pytest.raises(KeyboardInterrupt, match="after step 14"):
             train(halving(every_step), tmp_path / "run", device="cpu", quiet=True)
     steps.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_stops", lambda live, *_: KeyboardInterrupt if live.progress.step == 15 else None)
-        restored, honest = [], trainer._train_to_end
-        patch.setattr(trainer, "_train_to_end", lambda live: restored.append(live.progress) or honest(live))
+        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.progress.step == 16 else None)
+        restored, honest = [], Trainer.start
+        patch.setattr(Trainer, "start", lambda live: honest(live) or restored.append(live.progress.valid))
         with pytest.raises(KeyboardInterrupt, match="after step 16"):
             train(halving(every_step), tmp_path / "run", resume=True, device="cpu", quiet=True)
     np.testing.assert_allclose(
         [rate for _, rate in steps], [0.5 * expected_rate(step) for step in (15, 16)], rtol=1e-12
     )
     valid = next(record for record in read_metrics(tmp_path / "run") if "valid_loss" in record)
-    assert restored[0].valid["loss"] == valid["valid_loss"]
+    assert restored[0]["loss"] == valid["valid_loss"]
 
 
 def test_a_run_that_always_diverges_ends(experiment, tmp_path, monkeypatch, caplog):

@@ -19,7 +19,7 @@ from skipless.training.config import Experiment, OptimizerConfig
 from skipless.training.distributed import World
 from skipless.training.optim.build import build_optimizer
 from skipless.training.run import RunFolder, read_metrics
-from skipless.training.trainer import open_session, train
+from skipless.training.trainer import Trainer, train
 
 RUN = """
 import faulthandler, sys
@@ -28,10 +28,10 @@ faulthandler.dump_traceback_later(200)  # where it hangs, if it does
 import torch
 torch.set_num_threads(1)
 from skipless.training.config import Experiment
-from skipless.training.distributed import leave
+from skipless.training.distributed import exit_process
 from skipless.training.trainer import train
 train(Experiment.from_json(Path(sys.argv[1]).read_text()), sys.argv[2], resume=True, device="cpu", quiet=True)
-leave()
+exit_process()
 """
 
 
@@ -112,7 +112,7 @@ def test_micro_batches_must_divide_the_rows_of_each_process(experiment, tmp_path
     experiment = changed(experiment, batch_size=6, accumulate=accumulate)
     words = f"the 3 rows that each of 2 processes has .* train.accumulate={fits}, or --set train.batch_size={size}$"
     with RunFolder.open(tmp_path, experiment, resume=False) as run, pytest.raises(ValueError, match=words):
-        open_session(experiment, World(0, 2, torch.device("cpu")), run, quiet=True)
+        Trainer(experiment, World(0, 2, torch.device("cpu")), run, quiet=True)
 
 
 def test_a_replicated_model_must_be_frozen_before():

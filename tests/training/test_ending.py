@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from skipless.training.run import read_metrics
-from skipless.training.trainer import OutOfTime, RunLimits, read_result, train
+from skipless.training.run import read_metrics, read_result
+from skipless.training.trainer import OutOfTime, RunLimits, train
 
 
 def test_a_run_in_pieces_is_the_same_run(tmp_path, experiment) -> None:
     whole = train(experiment, tmp_path / "whole", quiet=True)
     for step in (1, 2, 3):  # time is up after one step
         with pytest.raises(OutOfTime, match=f"stopped after step {step}"):
-            train(experiment, tmp_path / "pieces", resume=True, quiet=True, ending=RunLimits(0.0))
+            train(experiment, tmp_path / "pieces", resume=True, quiet=True, limits=RunLimits(0.0))
     train(experiment, tmp_path / "pieces", resume=True, quiet=True)
     assert whole.weights is not None
     assert (tmp_path / "pieces" / whole.weights.name).read_bytes() == whole.weights.read_bytes()
@@ -22,7 +22,7 @@ def test_a_run_in_pieces_is_the_same_run(tmp_path, experiment) -> None:
 
 def test_a_run_without_weights_keeps_its_log(tmp_path, experiment) -> None:
     quick = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, checkpoint_every=0))
-    result = train(quick, tmp_path / "run", quiet=True, ending=RunLimits(weights=False))
+    result = train(quick, tmp_path / "run", quiet=True, limits=RunLimits(weights=False))
     assert result.weights is None
     assert result.step_seconds > 0.0
     assert read_result(tmp_path / "run")["weights"] is None

@@ -14,12 +14,11 @@ from skipless.model.transformer import Transformer
 from skipless.theory.schemes import ExponentialSPA
 from skipless.training import cuda_graph, trainer
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
-from skipless.training.cuda_graph import GraphedStep, chosen, refusal, unchanged
+from skipless.training.cuda_graph import GraphedStep, unchanged, uses_graph, why_not
 from skipless.training.distributed import World
 from skipless.training.divergence import Diverged
 from skipless.training.optim.build import build_optimizer, use_tensor_rates
-from skipless.training.step import TrainStep
-from skipless.training.trainer import train
+from skipless.training.trainer import TrainStep, train
 
 HERE = World(0, 1, torch.device("cpu"))
 NETWORK = ModelConfig(
@@ -199,18 +198,18 @@ def experiment_of(optimizer="adam", choice="auto", **network) -> Experiment:
     ],
 )
 def test_what_cannot_be_captured_runs_without_by_auto_and_not_at_all_by_on(experiment, world, words, caplog):
-    assert words in refusal(experiment, world)
+    assert words in why_not(experiment, world)
     with caplog.at_level("INFO", logger="skipless"):
-        assert not chosen(experiment, world)
+        assert not uses_graph(experiment, world)
     assert words in caplog.text
     asked = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, cuda_graph="on"))
     with pytest.raises(ValueError, match=f"train.cuda_graph is 'on', but .*{words}.*cuda_graph=auto"):
-        chosen(asked, world)
+        uses_graph(asked, world)
 
 
 def test_a_single_gpu_is_used_unless_it_is_off():
     world = World(0, 1, torch.device("cuda"))
-    assert [chosen(experiment_of("muon", choice), world) for choice in ("auto", "on", "off")] == [True, True, False]
+    assert [uses_graph(experiment_of("muon", choice), world) for choice in ("auto", "on", "off")] == [True, True, False]
 
 
 def take_the_graphs_path(monkeypatch) -> None:
@@ -221,7 +220,7 @@ def take_the_graphs_path(monkeypatch) -> None:
         use_tensor_rates(optimizer)
         return optimizer
 
-    monkeypatch.setattr(cuda_graph, "refusal", lambda *_: None)
+    monkeypatch.setattr(cuda_graph, "why_not", lambda *_: None)
     monkeypatch.setattr(trainer, "build_optimizer", tensor_rates)
     monkeypatch.setattr(trainer, "GraphedStep", partial(GraphedStep, recorder=Rerun()))
 
@@ -233,15 +232,13 @@ def captured_on_a_cpu(monkeypatch):
 
 def poison(monkeypatch, call: int) -> None:
     """Make the loss of one call NaN; each capture makes three that do not count."""
-    from skipless.training import step as step_module
-
-    honest, calls = step_module.cross_entropy, []
+    honest, calls = trainer.cross_entropy, []
 
     def failing(model, batch, packed):
         calls.append(1)
         return honest(model, batch, packed) * (float("nan") if len(calls) == call else 1.0)
 
-    monkeypatch.setattr(step_module, "cross_entropy", failing)
+    monkeypatch.setattr(trainer, "cross_entropy", failing)
 
 
 @pytest.mark.parametrize("name", ["adam", "soap"])

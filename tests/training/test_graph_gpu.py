@@ -17,8 +17,7 @@ from skipless.training.distributed import World
 from skipless.training.divergence import Diverged
 from skipless.training.optim.build import build_optimizer
 from skipless.training.run import read_metrics
-from skipless.training.step import TrainStep
-from skipless.training.trainer import train
+from skipless.training.trainer import TrainStep, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,10 +87,10 @@ def test_a_captured_run_resumes_from_its_checkpoint(experiment, tmp_path, name, 
     train(asked, tmp_path / "whole", device="cuda", quiet=True)
     honest = divergence.check_finite
 
-    def stops(model, first, values, norms, scale):
+    def stops(model, first, *others):
         if first == 14:
             raise Diverged(14, "stopped by the test")
-        honest(model, first, values, norms, scale)
+        honest(model, first, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "check_finite", stops)

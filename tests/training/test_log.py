@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from skipless.training import trainer as session_module
 from skipless.training.distributed import World
 from skipless.training.run import Display, Line, RunFolder
-from skipless.training.trainer import flops_per_token, open_session
+from skipless.training.trainer import Trainer, flops_per_token
 
 LINE = Line(10, 5.4321, 5.5, 1e-3, 0.25, 100_000.0)
 
@@ -38,12 +37,11 @@ def test_a_token_costs_six_per_weight_and_attention(experiment):
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_utilisation_is_of_all_devices(experiment, tmp_path, monkeypatch, processes):
+def test_utilisation_is_of_all_devices(experiment, tmp_path, processes):
     """The line counts the tokens of all processes, and the peak is one device's."""
-    monkeypatch.setattr(session_module, "distribute", lambda model, *_: model)
     world = World(0, processes, torch.device("cpu"))
     with RunFolder.open(tmp_path / "run", experiment, resume=False) as run:
-        opened = open_session(experiment, world, run, quiet=True)
+        opened = Trainer(experiment, world, run, quiet=True)
     whole = flops_per_token(experiment.model.matrix_parameters, experiment)
     assert opened.display.flops_per_token == whole / processes
     assert opened.loader.batch(0).tokens.shape[0] == experiment.train.batch_size // processes

@@ -18,8 +18,8 @@ from skipless.model.transformer import Transformer
 from skipless.training import trainer
 from skipless.training.config import Experiment
 from skipless.training.divergence import Diverged, advice
-from skipless.training.run import Display, RunFinishedError, read_metrics
-from skipless.training.trainer import Session, read_result, train
+from skipless.training.run import Display, RunFinishedError, read_metrics, read_result
+from skipless.training.trainer import Trainer, train
 
 RUN = """
 import sys
@@ -134,7 +134,7 @@ def test_the_log_of_a_run_that_was_stopped_is_the_uninterrupted_ones(experiment,
     """Stopped after step 8, where no line is due, it logs one, and takes it back when it goes on."""
     train(experiment, tmp_path / "whole", device="cpu", quiet=True)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "_stops", lambda live, *_: KeyboardInterrupt if live.progress.step == 7 else None)
+        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.progress.step == 8 else None)
         with pytest.raises(KeyboardInterrupt, match="after step 8"):
             train(experiment, tmp_path / "stopped", device="cpu", quiet=True)
     assert read_metrics(tmp_path / "stopped")[-1]["step"] == 8
@@ -152,12 +152,8 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(experiment, tmp_path
 
 def test_a_process_that_trains_many_networks_keeps_them_compiled(experiment, tmp_path, monkeypatch):
     """Past torch's own limit of eight a network would run on in eager mode, slower and rounded otherwise."""
-    limits, train_to_end = [torch._dynamo.config.recompile_limit], trainer._train_to_end
-    monkeypatch.setattr(
-        trainer,
-        "_train_to_end",
-        lambda session: limits.append(torch._dynamo.config.recompile_limit) or train_to_end(trainer),
-    )
+    limits, log = [torch._dynamo.config.recompile_limit], Trainer.log
+    monkeypatch.setattr(Trainer, "log", lambda self: limits.append(torch._dynamo.config.recompile_limit) or log(self))
     train(experiment, tmp_path / "run", device="cpu", quiet=True)
     assert limits[1] >= 100
     assert torch._dynamo.config.recompile_limit == limits[0]
@@ -172,15 +168,13 @@ def test_recomputing_activations_changes_nothing(experiment, tmp_path):
 
 def _poison(monkeypatch, call: int) -> None:
     """Make the loss of one micro-batch NaN."""
-    from skipless.training import step as step_module
-
-    honest, calls = step_module.cross_entropy, []
+    honest, calls = trainer.cross_entropy, []
 
     def failing(model, batch, packed):
         calls.append(1)
         return honest(model, batch, packed) * (float("nan") if len(calls) == call else 1.0)
 
-    monkeypatch.setattr(step_module, "cross_entropy", failing)
+    monkeypatch.setattr(trainer, "cross_entropy", failing)
 
 
 def test_divergence_stops_with_the_step_the_blocks_and_the_last_good_checkpoint(experiment, tmp_path, monkeypatch):
@@ -207,10 +201,10 @@ def test_what_to_do_follows_from_the_network(name, skipless):
 def test_a_failure_to_compile_names_the_way_around_it(experiment, tmp_path, monkeypatch, compiled):
     failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
 
-    def fails(_):
+    def fails(*_):
         raise failure("No working C++ compiler found\nand much more")
 
-    monkeypatch.setattr(trainer, "_train_to_end", fails)
+    monkeypatch.setattr(trainer, "cross_entropy", fails)
     expected, words = (ValueError, r"compiler found\); .*--set train.compile=false") if compiled else (failure, "more")
     with pytest.raises(expected, match=words):
         train(changed(experiment, compile=compiled), tmp_path / "run", device="cpu", quiet=True)
@@ -226,7 +220,7 @@ def test_divergence_can_go_back_and_halve_the_rate(experiment, tmp_path, monkeyp
 
 def test_a_checkpoint_that_is_ruined_already_is_left_behind(experiment, tmp_path, monkeypatch, caplog):
     """What was saved after step 6 diverges at step 7 whatever the rate: the run starts over, on the display it has."""
-    honest, saves, displays = Session.checkpoint, [], []
+    honest, saves, displays = Trainer.checkpoint, [], []
 
     def ruined(live):
         saves.append(live.progress.step)
@@ -238,7 +232,7 @@ def test_a_checkpoint_that_is_ruined_already_is_left_behind(experiment, tmp_path
         displays.append(Display(*arguments, **options))
         return displays[-1]
 
-    monkeypatch.setattr(Session, "checkpoint", ruined)
+    monkeypatch.setattr(Trainer, "checkpoint", ruined)
     monkeypatch.setattr(trainer, "Display", counted)
     train(changed(experiment, on_divergence="halve-lr"), tmp_path / "run", device="cpu", quiet=True)
     assert "diverged at step 7" in caplog.text

@@ -44,31 +44,31 @@ def test_nothing_has_norm_0_and_what_is_not_finite_shows():
 
 
 def test_clipping_takes_it_for_gradients_of_either_precision(monkeypatch):
-    monkeypatch.setattr(adam, "served", lambda tensor: tensor.is_contiguous())
+    monkeypatch.setattr(adam, "norm_supports", lambda tensor: tensor.is_contiguous())
     several = [
         torch.nn.Parameter(torch.zeros_like(g)) for dtype in (torch.float32, torch.bfloat16) for g in gradients(dtype)
     ]
     for parameter, gradient in zip(several, gradients(torch.float32) + gradients(torch.bfloat16), strict=True):
         parameter.grad = gradient
-    norm, factor = clip_factor(several, 0.5)
+    norm, factor = clip_factor([p.grad for p in several], 0.5)
     assert float(norm) == pytest.approx(exact([p.grad for p in several]), rel=1e-6)
     assert float(factor) == pytest.approx(0.5 / float(norm), rel=1e-6)
 
 
 def test_what_the_kernel_does_not_read_is_left_to_torch():
     turned = torch.zeros(3, 4, device=DEVICE).T
-    assert not adam.served(turned)
-    assert not adam.served(torch.zeros(3, dtype=torch.float64, device=DEVICE))
-    assert not adam.served(torch.zeros(3))
+    assert not adam.norm_supports(turned)
+    assert not adam.norm_supports(torch.zeros(3, dtype=torch.float64, device=DEVICE))
+    assert not adam.norm_supports(torch.zeros(3))
 
 
 SCRIPT = """
 import torch
 from hopper import compiled, intercept
-from skipless.train.optim import norm_kernel
+from skipless.ops.gpu import adam
 
-intercept(norm_kernel, "_squares")
-norm_kernel.norm([torch.zeros(64, 128, dtype=torch.bfloat16)] * 16)
+intercept(adam, "_squares")
+adam.norm([torch.zeros(64, 128, dtype=torch.bfloat16)] * 16)
 (kernel,) = compiled
 assert "ld.global.v4.b32" in kernel.asm["ptx"]
 """

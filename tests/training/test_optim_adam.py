@@ -1,4 +1,4 @@
-"""Adam in one pass: the kernel against torch's own update, with clipping, twins and what else it takes over."""
+"""Adam in one pass: the kernel against torch's own update, with clipping and half-precision copies."""
 
 import copy
 import math
@@ -8,7 +8,8 @@ import torch
 
 from skipless.ops import gpu
 from skipless.training.optim import adam
-from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, takes_twins
+from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, supports_half_weights
+from skipless.training.optim.half_weights import HalfWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(40, 64), (3,), (1,), (65, 63), (2048,), (50, 100), (1, 5000), (7,), (64, 32), ()]
@@ -16,12 +17,12 @@ SIZES = [(40, 64), (3,), (1,), (65, 63), (2048,), (50, 100), (1, 5000), (7,), (6
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel, also where there is no GPU: in the interpreter; and without twins."""
+    """The kernel, also where there is no GPU: in the interpreter; and without copies."""
     if not gpu.INSTALLED:
         pytest.skip("triton is not installed")
-    monkeypatch.setattr(FusedAdam, "_has_twins", lambda self: True)
+    monkeypatch.setattr(FusedAdam, "half_weights", HalfWeights(torch.nn.Module()))
     if DEVICE == "cpu":
-        monkeypatch.setattr(adam, "serves", lambda group: True)
+        monkeypatch.setattr(adam, "kernel_supports", lambda group: True)
 
 
 def parameters(seed=0):
@@ -69,7 +70,7 @@ def test_scaled_gradients_are_those_of_clipping(kernel):
     for step in range(3):
         give_gradients(ours, step, scale=1e-3)
         give_gradients(theirs, step, scale=1e-3)
-        norm, factor = clip_factor(ours, 0.05)
+        norm, factor = clip_factor([p.grad for p in ours], 0.05)
         torch.testing.assert_close(norm, clip_gradients(theirs, 0.05))
         assert factor is not None
         assert factor < 1.0
@@ -82,24 +83,24 @@ def test_scaled_gradients_are_those_of_clipping(kernel):
 def test_without_a_limit_nothing_is_clipped_and_below_it_neither():
     several = parameters()
     give_gradients(several, 0)
-    norm, factor = clip_factor(several, None)
+    norm, factor = clip_factor([p.grad for p in several], None)
     assert factor is None
     exact = math.sqrt(sum(float(p.grad.double().square().sum()) for p in several))
     assert float(norm) == pytest.approx(exact, rel=1e-5)
-    assert float(clip_factor(several, 10.0 * exact)[1]) == 1.0
+    assert float(clip_factor([p.grad for p in several], 10.0 * exact)[1]) == 1.0
 
 
 def test_the_norm_of_half_precision_gradients_is_summed_in_float32():
     parameter = torch.zeros(300, 300, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     parameter.grad = torch.full_like(parameter, 0.01)
-    assert float(clip_factor([parameter])[0]) == pytest.approx(300 * float(parameter.grad[0, 0]), rel=1e-4)
+    assert float(clip_factor([parameter.grad])[0]) == pytest.approx(300 * float(parameter.grad[0, 0]), rel=1e-4)
 
 
 def test_what_the_kernel_does_not_serve_torch_does():
-    assert not adam.serves({"params": [torch.zeros(2)]})
-    assert not adam.serves({"params": [], "amsgrad": True})
-    assert not takes_twins(FusedAdam([torch.zeros(2).requires_grad_()]))
-    assert not takes_twins(torch.optim.SGD([torch.zeros(2).requires_grad_()], lr=0.1))
+    assert not adam.kernel_supports({"params": [torch.zeros(2)]})
+    assert not adam.kernel_supports({"params": [], "amsgrad": True})
+    assert not supports_half_weights(FusedAdam([torch.zeros(2).requires_grad_()]))
+    assert not supports_half_weights(torch.optim.SGD([torch.zeros(2).requires_grad_()], lr=0.1))
     ours, theirs = torch.ones(5, requires_grad=True), torch.ones(5, requires_grad=True)
     one, other = FusedAdam([ours], amsgrad=True), torch.optim.Adam([theirs], amsgrad=True)
     for optimizer in (one, other):
@@ -129,7 +130,7 @@ def test_a_state_moves_between_it_and_torchs_adam(kernel):
 SCRIPT = """
 import torch
 from hopper import compiled, intercept
-from skipless.train.optim import adam_kernel
+from skipless.ops.gpu import adam as adam_kernel
 
 intercept(adam_kernel, "_update")
 number = lambda: torch.zeros(())

@@ -14,9 +14,9 @@ from skipless.theory.schemes import ExponentialSPA
 from skipless.training.config import OptimizerConfig, TrainConfig
 from skipless.training.distributed import World
 from skipless.training.optim.build import build_optimizer
-from skipless.training.optim.half_weights import HalfWeights, half_copy
+from skipless.training.optim.half_weights import HalfWeights
 from skipless.training.optim.muon import orthogonal_scale, towards_orthogonal
-from skipless.training.step import TrainStep
+from skipless.training.trainer import TrainStep
 
 ROLES = ("value", "output", "up", "down")
 NETWORK = ModelConfig(
@@ -90,16 +90,16 @@ def test_other_roles_are_left_alone():
         assert torch.equal(a, b) == (".value." not in name), name
 
 
-def test_twins_follow():
+def test_half_precision_copies_follow():
     torch.manual_seed(0)
     model = Transformer(NETWORK)
-    HalfWeights(model)
     optimizer = build_optimizer(model, OptimizerConfig("adam", rate=1e-2, keep_orthogonal=("up",)))
+    optimizer.half_weights = half = HalfWeights(model)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     matrix = model.blocks[0].mlp.inner.up.weight
-    assert torch.equal(half_copy(matrix), matrix.to(torch.bfloat16))
+    assert torch.equal(half.copy_of(matrix), matrix.to(torch.bfloat16))
 
 
 def test_matrices_that_do_not_start_orthogonal_are_refused():

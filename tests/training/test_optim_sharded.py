@@ -61,7 +61,7 @@ def work(rank, folder):
             torch.testing.assert_close(b.full_tensor(), a, rtol=1e-8, atol=1e-8, msg=lambda m, p=path: f"{p}: {m}")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # as skipless.training.distributed.leave does, and why
+    os._exit(0)  # as skipless.training.distributed.exit_process does, and why
 
 
 @pytest.mark.slow

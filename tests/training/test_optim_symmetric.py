@@ -137,13 +137,13 @@ def _plain(x, monkeypatch):
 SCRIPT = """
 import torch
 from hopper import compiled, intercept, usage
-from skipless.train.optim import symmetric_kernel
+from skipless.ops.gpu import gram
 
-intercept(symmetric_kernel, "triangle")
+intercept(gram, "triangle")
 x = torch.empty(3, 512, 1024, dtype=torch.bfloat16)
-symmetric_kernel.product(x, 1.0)
-symmetric_kernel.product(x.mT.contiguous().mT, 1.0)
-symmetric_kernel.product(x[:, :, :512], 2.0, -3.0)
+gram.product(x, 1.0)
+gram.product(x.mT.contiguous().mT, 1.0)
+gram.product(x[:, :, :512], 2.0, -3.0)
 assert len(compiled) == 3
 for kernel in compiled:
     ptx = kernel.asm["ptx"]

@@ -11,15 +11,13 @@ from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.precision import autocast, loss_scale
-from skipless.training import step as step_module
 from skipless.training import trainer
 from skipless.training.config import OptimizerConfig, TrainConfig
 from skipless.training.distributed import World
 from skipless.training.divergence import Diverged, norms_by_block
 from skipless.training.optim.adam import clip_factor
 from skipless.training.optim.build import build_optimizer
-from skipless.training.step import TrainStep
-from skipless.training.trainer import train
+from skipless.training.trainer import TrainStep, train
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -63,7 +61,7 @@ def test_a_step_leaves_the_gradients_of_float32_only_rounded(accumulate):
 
 def test_the_scale_is_of_the_tokens_that_go_backward_together(monkeypatch):
     seen = []
-    monkeypatch.setattr(step_module, "loss_scale", lambda precision, tokens: seen.append(tokens) or 1.0)
+    monkeypatch.setattr(trainer, "loss_scale", lambda precision, tokens: seen.append(tokens) or 1.0)
     for accumulate in (1, 4):
         step_of("fp16", accumulate=accumulate)(0, batch())
     assert seen == [8 * 32, 2 * 32]
@@ -113,7 +111,7 @@ def test_the_factor_of_clipping_takes_the_scale_back():
     parameter = nn.Parameter(torch.zeros(4))
     parameter.grad = 1024.0 * torch.ones(4)
     for limit, expected in ((None, 1.0), (10.0, 1.0), (0.5, 0.25)):
-        norm, factor = clip_factor([parameter], limit, scale=1024.0)
+        norm, factor = clip_factor([parameter.grad], limit, scale=1024.0)
         assert factor is not None
         assert float(norm) == 2.0
         assert float(factor) == pytest.approx(expected / 1024.0, rel=1e-6)

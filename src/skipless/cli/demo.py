@@ -34,8 +34,8 @@ from skipless.paper.demo import (
 from skipless.training.config import Experiment
 from skipless.training.distributed import find_device
 from skipless.training.divergence import Diverged
-from skipless.training.run import EXPERIMENT, FINISHED, read_experiment
-from skipless.training.trainer import read_result, train
+from skipless.training.run import EXPERIMENT, FINISHED, read_experiment, read_result
+from skipless.training.trainer import train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -45,7 +45,7 @@ def command(
 
 
 def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:
-    from skipless.training.distributed import leave
+    from skipless.training.distributed import exit_process
     from skipless.training.divergence import Diverged
     from skipless.training.trainer import train
 
@@ -59,4 +59,4 @@ def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: b
     if result.valid is not None:
         print(f"validation loss {result.valid.loss:.4f}, perplexity {result.valid.perplexity:.2f}")
     print(f"weights: {result.weights}")
-    leave()
+    exit_process()

@@ -18,8 +18,7 @@ from skipless.theory.certificate import Verdict
 from skipless.theory.schemes import ExponentialSPA
 from skipless.training.checkpoint import model_from_weights
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
-from skipless.training.run import read_metrics
-from skipless.training.trainer import read_result
+from skipless.training.run import read_metrics, read_result
 
 PRE_LN, STANDARD, E_SPA = "pre-ln", "standard", "e-spa"
 

@@ -316,7 +316,7 @@ def _trained(request: RunRequest) -> dict[str, Any]:
         logger.setLevel(logging.ERROR)
     try:
         folder, device, quiet = request.folder, request.device, request.quiet
-        done = train(run.experiment, folder, resume=True, device=device, quiet=quiet, ending=limits)
+        done = train(run.experiment, folder, resume=True, device=device, quiet=quiet, limits=limits)
         return {"step_seconds": done.step_seconds}
     except RunFinishedError:  # an earlier call was killed between its end and its record
         return {"step_seconds": float("nan")}

@@ -1,9 +1,10 @@
-"""The whole training step as one CUDA graph: the host starts one thing a step instead of thousands of kernels."""
+"""The training step as one CUDA graph: the host starts one thing a step instead of thousands of GPU kernels."""
 
 import gc
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from skipless.ops.cuda_graph import CudaRecorder, Recorder, Replay
 from skipless.training.config import Experiment
 from skipless.training.distributed import World
 from skipless.training.optim.build import Composite
-from skipless.training.step import TrainStep
 
 logger = logging.getLogger("skipless")
 
@@ -23,7 +23,17 @@ logger = logging.getLogger("skipless")
 _WARM_UP = 3
 
 
-def refusal(experiment: Experiment, world: World) -> str | None:
+def uses_graph(experiment: Experiment, world: World) -> bool:
+    """Whether the run uses a graph, by train.cuda_graph: "auto" says why it does not, "on" refuses to run without."""
+    choice, why = experiment.train.cuda_graph, why_not(experiment, world)
+    if choice == "on" and why is not None:
+        raise ValueError(f"train.cuda_graph is 'on', but {why}; use --set train.cuda_graph=auto")
+    if choice == "auto" and why is not None:
+        logger.info("train.cuda_graph='auto' runs the step without a CUDA graph: %s", why)
+    return choice != "off" and why is None
+
+
+def why_not(experiment: Experiment, world: World) -> str | None:
     """Why this run's step cannot be a CUDA graph, or None."""
     if world.device.type != "cuda":
         return f"the device is {world.device}, and CUDA graphs need an NVIDIA GPU"
@@ -34,18 +44,29 @@ def refusal(experiment: Experiment, world: World) -> str | None:
     return None
 
 
-def chosen(experiment: Experiment, world: World) -> bool:
-    """Whether the run uses a graph, by train.cuda_graph: "auto" says why it does not, "on" refuses to run without."""
-    choice, why = experiment.train.cuda_graph, refusal(experiment, world)
-    if choice == "on" and why is not None:
-        raise ValueError(f"train.cuda_graph is 'on', but {why}; use --set train.cuda_graph=auto")
-    if choice == "auto" and why is not None:
-        logger.info("train.cuda_graph='auto' runs the step without a CUDA graph: %s", why)
-    return choice != "off" and why is None
+class Step(Protocol):
+    """What is captured: the trainer's TrainStep.
+
+    Called with a step's number and batch it sets the rates, refreshes the half-precision copies, runs `update` (its own
+    unless another is given) and lets the optimiser do what is due between updates. Only `update` is in the graph.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+
+    def __call__(
+        self, step: int, batch: Batch, update: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def update(self, batch: Batch) -> tuple[Tensor, Tensor]: ...
+
+    def set_rates(self, step: int) -> None: ...
+
+    def use_half_weights(self) -> None: ...
 
 
 class GraphedStep:
-    """A TrainStep whose updates are replayed from a graph; every step from the first, and to the same result.
+    """A step whose updates are replayed from a graph; every step from the first, and to the same result.
 
     The first call runs the update a few times and puts back what it changed, then captures it. From then on a call
     copies its batch into the graph's tensors, fills the rates and replays: nothing waits for the device. It captures
@@ -55,13 +76,13 @@ class GraphedStep:
     The optimiser's rates must be tensors: build_optimizer(…, capturable=True). recorder stands in for CUDA in tests.
     """
 
-    def __init__(self, step: TrainStep, recorder: Recorder | None = None):
+    def __init__(self, step: Step, recorder: Recorder | None = None):
         self._step, self._recorder = step, recorder or CudaRecorder()
         self._replay: Replay | None = None
         self._inputs: Batch | None = None
         self._rates: list[Tensor] = []
         self._read: object = None
-        step.use_twins()
+        step.use_half_weights()
         for group in step.optimizer.param_groups:
             if not isinstance(group["lr"], Tensor):
                 raise ValueError(
@@ -71,19 +92,21 @@ class GraphedStep:
 
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
         """Update the parameters by the batch of `step`; the tensors returned are the caller's own."""
-        self._step.set_rates(step)
         if isinstance(optimizer := self._step.optimizer, Composite) and not optimizer.begun:
             return self._step(step, batch)
         if self._stale(batch):
+            self._step.set_rates(step)
             self._capture(batch)
-        self._step.refresh()
+        loss, norm = self._step(step, batch, update=self._replayed)
+        return loss.clone(), norm.clone()
+
+    def _replayed(self, batch: Batch) -> tuple[Tensor, Tensor]:
         assert self._inputs is not None
         assert self._replay is not None
         for own, new in zip(_tensors(self._inputs), _tensors(batch), strict=True):
             own.copy_(new, non_blocking=True)
         loss, norm = self._replay()
-        self._step.renew()
-        return loss.clone(), norm.clone()
+        return loss, norm
 
     def _stale(self, batch: Batch) -> bool:
         if self._inputs is None:

@@ -53,7 +53,7 @@ def find_device(name: str | None = None) -> torch.device:
     return device
 
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -66,7 +66,7 @@ def is_main() -> bool:
     return world_size() == 1 or dist.get_rank() == 0
 
 
-def on_main(work: Callable[[], Result]) -> Result:
+def on_main(work: Callable[[], T]) -> T:
     """Call `work` in the main process; its result, or the error it ends with, comes to every process.
 
     So no process waits for another that has failed. All processes must get here.
@@ -139,7 +139,7 @@ def join_world(device: str | None = None):
             dist.destroy_process_group()
 
 
-def leave() -> None:
+def exit_process() -> None:
     """End this process, if it is one of several, at once and with success; in a world of one do nothing.
 
     For the end of a program. gloo's threads let go of the tensors of an exchange a moment after it, and FSDP keeps them

@@ -1,4 +1,4 @@
-"""Divergence: noticed, explained, and probed on the way."""
+"""Divergence: how a run notices it, explains it, and watches the kernels on the way."""
 
 import io
 import math
@@ -15,65 +15,15 @@ from skipless.files import write_whole
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
 from skipless.theory.certificate import Thresholds
-from skipless.training.optim.half_weights import gradient_of
-
-
-@dataclass(frozen=True, eq=False)
-class Probe:
-    """Σ_0 … Σ_L of one sequence, (L+1, T, T), at one step: the paper's kernels-during-training figure."""
-
-    step: int
-    states: np.ndarray
-
-    def summary(self) -> dict[str, float]:
-        """The last block's diagonal and cosine, and the extremes of the diagonal over depth: what a log line holds."""
-        diagonals = np.diagonal(self.states, axis1=1, axis2=2)
-        return {
-            "diagonal_min": float(diagonals.min()),
-            "diagonal_max": float(diagonals.max()),
-            "diagonal_last": float(diagonals[-1].mean()),
-            "cosine_last": kernels.mean_cosine(self.states[-1]),
-        }
-
-    def save(self, folder: Path) -> Path:
-        """probes/step-….npz, in float32."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path, data = folder / f"step-{self.step:08d}.npz", io.BytesIO()
-        np.savez_compressed(data, step=self.step, states=self.states.astype(np.float32))
-        write_whole(path, data.getvalue())
-        return path
-
-
-@torch.no_grad()
-def measure(model: Transformer, tokens: Tensor, step: int, most: int = 128) -> Probe:
-    """The kernels of the first row's first `most` tokens, block by block; memory of one activation at a time.
-
-    Compiled blocks are run as written: a length and a precision met once are not worth compiling for.
-    """
-    tokens = tokens[:1, :most]
-    placement, x = model.placement(tokens), model.embed(tokens)
-    states = [_kernel(x)]
-    for block in model.each_block():
-        x = block.forward(x, placement)
-        states.append(_kernel(x))
-    return Probe(step, np.stack(states))
-
-
-def _kernel(x: Tensor) -> np.ndarray:
-    return kernels.of_activations(x[0].float().cpu().numpy())
+from skipless.training.optim.half_weights import HalfWeights
 
 
 class Diverged(RuntimeError):
-    """The run has left the numbers: carries the step, from 1, at which loss or gradient were first not finite."""
+    """A loss or gradient is not finite; `step`, counted from 1, is the first where that is so."""
 
     def __init__(self, step: int, text: str):
         self.step = step
         super().__init__(text)
-
-    @classmethod
-    def at(cls, step: int, loss: float, gradient: float, report: str) -> "Diverged":
-        """The error with what is known, and what to do."""
-        return cls(step, f"diverged at step {step}: loss {loss:g}, gradient norm {gradient:g}. {report}")
 
 
 class GradientWatch:
@@ -96,25 +46,22 @@ class GradientWatch:
         )
 
 
-def diagonal_warning(step: int, summary: dict[str, float]) -> str | None:
-    """A warning when a probe's squared norms have left the certificate's band."""
-    low, high, band = summary["diagonal_min"], summary["diagonal_max"], Thresholds().lost_norm
-    if 1.0 / band <= low and high <= band:
-        return None
-    return f"step {step}: squared activation norms span [{low:.3g}, {high:.3g}], outside the certificate's band."
-
-
 def check_finite(
-    model: nn.Module, first_step: int, losses: list[float], gradients: list[float], scale: float = 1.0
+    model: nn.Module,
+    first_step: int,
+    losses: list[float],
+    gradients: list[float],
+    scale: float = 1.0,
+    half: HalfWeights | None = None,
 ) -> None:
     """Raise Diverged at the first step whose loss or gradient norm is not finite, with the norms per block.
 
-    scale: of the gradients that the last step has left behind.
+    scale, half: of the gradients that the last step has left behind, see norms_by_block.
     """
-    for offset, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
+    for step, (loss, gradient) in enumerate(zip(losses, gradients, strict=True), first_step):
         if not (math.isfinite(loss) and math.isfinite(gradient)):
-            report = f"{norms_by_block(model, scale)} {advice(model)}".strip()
-            raise Diverged.at(first_step + offset, loss, gradient, report)
+            report = f"{norms_by_block(model, scale, half)} {advice(model)}".strip()
+            raise Diverged(step, f"diverged at step {step}: loss {loss:g}, gradient norm {gradient:g}. {report}")
 
 
 def advice(model: nn.Module) -> str:
@@ -130,18 +77,20 @@ def advice(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def norms_by_block(model: nn.Module, scale: float = 1.0) -> str:
-    """Parameter and gradient norms of each block, the first bad one named."""
+def norms_by_block(model: nn.Module, scale: float = 1.0, half: HalfWeights | None = None) -> str:
+    """Parameter and gradient norms of each block, the first bad one named.
+
+    scale: what the gradients are multiplied by. half: whose copies have received them, if any.
+    """
     if not isinstance(model, Transformer):
         return ""
-    lines = []
-    for index, block in enumerate(model.each_block()):
-        weight = _norm(list(block.parameters()))
-        slope = _norm([g for p in block.parameters() if (g := gradient_of(p)) is not None]) / scale
-        lines.append((index, weight, slope))
-    bad = [i for i, weight, slope in lines if not (math.isfinite(weight) and math.isfinite(slope))]
-    first = f"Block {bad[0] + 1} is the first that is not finite." if bad else "All blocks are finite again."
-    table = ", ".join(f"{i + 1}: {weight:.3g}/{slope:.3g}" for i, weight, slope in lines)
+    norms = []
+    for block in model.each_block():
+        gradients = [p.grad if half is None else half.gradient_of(p) for p in block.parameters()]
+        norms.append((_norm(list(block.parameters())), _norm([g for g in gradients if g is not None]) / scale))
+    bad = [number for number, pair in enumerate(norms, 1) if not all(map(math.isfinite, pair))]
+    first = f"Block {bad[0]} is the first that is not finite." if bad else "All blocks are finite again."
+    table = ", ".join(f"{number}: {weight:.3g}/{gradient:.3g}" for number, (weight, gradient) in enumerate(norms, 1))
     return f"{first} Norms per block (weights/gradients): {table}."
 
 
@@ -150,3 +99,56 @@ def _norm(tensors: list[torch.Tensor]) -> float:
         return 0.0
     norms = torch._foreach_norm([t.detach().float() for t in tensors])
     return float(torch.linalg.vector_norm(torch.stack([n.cpu() for n in norms])))
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Σ_0 … Σ_L of one sequence, (L+1, T, T), at one step: the paper's kernels-during-training figure."""
+
+    step: int
+    states: np.ndarray
+
+    def summary(self) -> dict[str, float]:
+        """The last block's diagonal and cosine, and the extremes of the diagonal over depth: what a log line holds."""
+        diagonals = np.diagonal(self.states, axis1=1, axis2=2)
+        return {
+            "diagonal_min": float(diagonals.min()),
+            "diagonal_max": float(diagonals.max()),
+            "diagonal_last": float(diagonals[-1].mean()),
+            "cosine_last": kernels.mean_cosine(self.states[-1]),
+        }
+
+    def save(self, folder: Path) -> Path:
+        """As step-….npz, in float32."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path, file = folder / f"step-{self.step:08d}.npz", io.BytesIO()
+        np.savez_compressed(file, step=self.step, states=self.states.astype(np.float32))
+        write_whole(path, file.getvalue())
+        return path
+
+
+@torch.no_grad()
+def measure(model: Transformer, tokens: Tensor, step: int, most: int = 128) -> Probe:
+    """The kernels of the first row's first `most` tokens, block by block; memory of one activation at a time.
+
+    Compiled blocks are run as written: a length and a precision met once are not worth compiling for.
+    """
+    tokens = tokens[:1, :most]
+    placement, x = model.placement(tokens), model.embed(tokens)
+    states = [_kernel(x)]
+    for block in model.each_block():
+        x = block.forward(x, placement)
+        states.append(_kernel(x))
+    return Probe(step, np.stack(states))
+
+
+def _kernel(x: Tensor) -> np.ndarray:
+    return kernels.of_activations(x[0].float().cpu().numpy())
+
+
+def diagonal_warning(step: int, summary: dict[str, float]) -> str | None:
+    """A warning when a probe's squared norms have left the certificate's band."""
+    low, high, band = summary["diagonal_min"], summary["diagonal_max"], Thresholds().lost_norm
+    if 1.0 / band <= low and high <= band:
+        return None
+    return f"step {step}: squared activation norms span [{low:.3g}, {high:.3g}], outside the certificate's band."

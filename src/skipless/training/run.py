@@ -281,6 +281,14 @@ def read_experiment(path: str | Path) -> Experiment:
         raise ValueError(f"{file} is damaged or of another version ({error}); use another folder") from error
 
 
+def read_result(path: str | Path) -> dict[str, Any]:
+    """What the finished run in a folder wrote of itself."""
+    file = Path(path) / FINISHED
+    if not file.is_file():
+        raise ValueError(f"{path} is not a finished run (no {FINISHED}); go on with --resume")
+    return json.loads(file.read_text())
+
+
 def _check_place(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a folder")

@@ -17,7 +17,7 @@ _AT_ONCE = 8  # tensors in one launch: enough to fill a GPU with matrices, few e
 class Moments(NamedTuple):
     """What an update of one tensor touches: count (of steps, this one included) is a tensor of one number.
 
-    The gradient may be in less precision; twin is that of value, or value itself.
+    The gradient may be in less precision; half is the half-precision copy of value, or value itself.
     """
 
     count: Tensor
@@ -25,7 +25,7 @@ class Moments(NamedTuple):
     gradient: Tensor
     mean: Tensor
     square: Tensor
-    twin: Tensor
+    half: Tensor
 
 
 class Constants(NamedTuple):
@@ -40,7 +40,7 @@ class Constants(NamedTuple):
 
 
 def update(moments: Sequence[Moments], constants: Constants) -> None:
-    """Kingma and Ba's Algorithm 1 on each, in place; with twins all of one precision, and one kind of gradient."""
+    """Kingma and Ba's Algorithm 1 on each, in place; with copies all of one precision, and one kind of gradient."""
     rate, scale, (first, second), eps, decay, decoupled = constants
     kernel: Any = _update  # the decorated function takes more than its signature says
     for start in range(0, len(moments), _AT_ONCE):
@@ -67,7 +67,7 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
             COUNT=len(part),
             DECAYS=decay != 0.0,
             DECOUPLED=decoupled,
-            TWIN=part[0].twin is not part[0].value,
+            HALF=part[0].half is not part[0].value,
             BLOCK=_BLOCK,
             num_warps=4,
         )
@@ -75,9 +75,9 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
 
 @triton.jit
 def _update(
-    counts, values, gradients, means, squares, twins, sizes, ends, rate, scale, second, new_first, new_second,
+    counts, values, gradients, means, squares, halves, sizes, ends, rate, scale, second, new_first, new_second,
     log_first, log_second, eps, decay,
-    COUNT: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, TWIN: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT: tl.constexpr, DECAYS: tl.constexpr, DECOUPLED: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     eta = tl.load(rate)
@@ -106,8 +106,8 @@ def _update(
             tl.store(values[index] + offsets, value, mask=inside)
             tl.store(means[index] + offsets, mean, mask=inside)
             tl.store(squares[index] + offsets, square, mask=inside)
-            if TWIN:
-                tl.store(twins[index] + offsets, value.to(twins[index].dtype.element_ty), mask=inside)
+            if HALF:
+                tl.store(halves[index] + offsets, value.to(halves[index].dtype.element_ty), mask=inside)
         start = ends[index]
 
 

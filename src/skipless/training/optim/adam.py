@@ -1,4 +1,4 @@
-"""Adam with GPU kernels, and clipping of gradients."""
+"""Adam with one GPU kernel for many tensors, and clipping of gradients."""
 
 from collections.abc import Iterable
 from typing import Any, cast
@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Adam, Optimizer
 
 from skipless.training.distributed import gathered
-from skipless.training.optim.half_weights import forget_gradient, gradient_of, half_copy
+from skipless.training.optim.half_weights import HalfWeights
 
 _NEAR_ZERO = 1e-6  # torch's own
 
@@ -29,15 +29,15 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None = 0.1) -> T
 
 
 def clip_factor(
-    parameters: Iterable[Tensor], limit: float | None = 0.1, scale: float = 1.0
+    gradients: Iterable[Tensor | None], limit: float | None = 0.1, scale: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """The norm and min(1, limit/norm), for an optimiser that scales gradients itself, and takes those of twins.
+    """The norm and min(1, limit/norm), for an optimiser that scales gradients itself. Gradients may differ in dtype.
 
     Where gradients come `scale` times too large, the norm is that of the true ones and the factor makes up for it.
     """
     alike: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        if (gradient := gradient_of(parameter)) is not None:
+    for gradient in gradients:
+        if gradient is not None:
             alike.setdefault(gradient.dtype, []).append(gradient)
     norm = torch.linalg.vector_norm(torch.stack([each for several in alike.values() for each in _norms(several)]))
     norm = norm / scale
@@ -48,68 +48,65 @@ def clip_factor(
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     """Numbers whose squares sum to that of all of these, which are of one dtype."""
-    if not all(served(tensor) for tensor in tensors):
+    if not all(norm_supports(tensor) for tensor in tensors):
         return list(torch._foreach_norm(tensors, 2.0, torch.float32))
     from skipless.ops.gpu.adam import norm
 
     return [norm(tensors)]
 
 
-def served(tensor: Tensor) -> bool:
-    """Whether the kernel reads it."""
+def norm_supports(tensor: Tensor) -> bool:
+    """Whether the norm's GPU kernel reads this tensor."""
     return tensor.is_cuda and tensor.is_contiguous() and tensor.dtype != torch.float64
 
 
 class FusedAdam(Adam):
     """torch's Adam (or AdamW, with decoupled_weight_decay) with the same state and the same update.
 
-    step(scale=…) takes gradients times a number on the device, as clipping asks for, without writing them; and the
-    gradients of twins (see HalfWeights), which it keeps equal to their parameters. With twins, or a scale, where all
-    is float32 on CUDA and not sharded, that is one kernel for several tensors; otherwise torch's own update does it.
+    step(scale=…) takes gradients times a number on the device, as clipping asks for, without writing them. With
+    half_weights set it takes the gradients of half-precision copies, and writes each copy after its parameter.
+    Either way that is one GPU kernel for several tensors where all is float32 on CUDA and not sharded; elsewhere
+    torch's own update does it.
     """
+
+    half_weights: HalfWeights | None = None
 
     @torch.no_grad()
     def step(self, closure=None, *, scale: Tensor | None = None):
         """One update of every parameter that has a gradient."""
-        plain = closure is not None or (scale is None and not self._has_twins())
-        if plain or not all(serves(group) for group in self.param_groups):
-            return self._plain_step(closure, scale)
+        plain = closure is not None or (scale is None and self.half_weights is None)
+        if plain or not all(kernel_supports(group) for group in self.param_groups):
+            return self._torch_step(closure, scale)
         for group in self.param_groups:
             self._update(group, scale)
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of twins too."""
+        """Forget all gradients, those of half-precision copies too."""
         super().zero_grad(set_to_none)
-        for _, twin in self._pairs():
-            forget_gradient(twin)
+        if self.half_weights is not None:
+            self.half_weights.zero_grad()
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters and their twins, those that have one."""
-        found = [(p, half_copy(p)) for group in self.param_groups for p in group["params"]]
-        return [(p, twin) for p, twin in found if twin is not None]
-
-    def _has_twins(self) -> bool:
-        return bool(self._pairs())
-
-    def _plain_step(self, closure, scale: Tensor | None):
-        """torch's own: twins hand their gradients over, and are cast anew."""
-        pairs = self._pairs()
-        for parameter, _ in pairs:
-            if (gradient := gradient_of(parameter)) is not None:
-                parameter.grad = gradient.to(parameter.dtype)
+    def _torch_step(self, closure, scale: Tensor | None):
+        """torch's own update: copies hand their gradients over to the parameters, and are written afterwards."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if self.half_weights is not None:
+            for parameter in parameters:
+                if (gradient := self.half_weights.gradient_of(parameter)) is not None:
+                    parameter.grad = gradient.to(parameter.dtype)
         if scale is not None:
-            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
         loss = super().step(closure)
-        for parameter, twin in pairs:
-            twin.copy_(parameter)
+        if self.half_weights is not None:
+            self.half_weights.write(parameters)
         return loss
 
     def _update(self, group: dict[str, Any], scale: Tensor | None) -> None:
         from skipless.ops.gpu.adam import Constants, Moments, update
 
-        found = [(p, g) for p in group["params"] if (g := gradient_of(p)) is not None]
+        half = self.half_weights
+        gradients = {p: p.grad if half is None else half.gradient_of(p) for p in group["params"]}
+        found = [(p, g) for p, g in gradients.items() if g is not None]
         if not found:
             return
         device = found[0][0].device
@@ -126,11 +123,11 @@ class FusedAdam(Adam):
         )
         alike: dict[Any, list[Moments]] = {}
         for (parameter, gradient), state in zip(found, states, strict=True):
-            twin = half_copy(parameter)
+            copy = None if half is None else half.copy_of(parameter)
+            copy = parameter if copy is None else copy
             gradient = gradient if gradient.is_contiguous() else gradient.contiguous()
-            twin = parameter if twin is None else twin
-            moments = Moments(state["step"], parameter, gradient, state["exp_avg"], state["exp_avg_sq"], twin)
-            alike.setdefault((gradient.dtype, twin.dtype), []).append(moments)
+            moments = Moments(state["step"], parameter, gradient, state["exp_avg"], state["exp_avg_sq"], copy)
+            alike.setdefault((gradient.dtype, copy.dtype), []).append(moments)
         for several in alike.values():
             update(several, constants)
 
@@ -140,13 +137,13 @@ class FusedAdam(Adam):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        elif state["step"].device != parameter.device:  # of a state that torch's plain update has left
+        elif state["step"].device != parameter.device:  # of a state that torch's own update has left
             state["step"] = state["step"].to(parameter.device)
         return state
 
 
-def serves(group: dict[str, Any]) -> bool:
-    """Whether the kernel can update this group's parameters."""
+def kernel_supports(group: dict[str, Any]) -> bool:
+    """Whether the GPU kernel can update this group's parameters."""
     if group.get("amsgrad") or group.get("maximize"):
         return False
     return all(
@@ -155,9 +152,9 @@ def serves(group: dict[str, Any]) -> bool:
     )
 
 
-def takes_twins(optimizer: Optimizer) -> bool:
-    """Whether the optimiser steps by twins' gradients."""
-    return isinstance(optimizer, FusedAdam) and all(serves(group) for group in optimizer.param_groups)
+def supports_half_weights(optimizer: Optimizer) -> bool:
+    """Whether the optimiser steps by the gradients of half-precision copies."""
+    return isinstance(optimizer, FusedAdam) and all(kernel_supports(group) for group in optimizer.param_groups)
 
 
 def _on_device(rate: float | Tensor, device: torch.device) -> Tensor:

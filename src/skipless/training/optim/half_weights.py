@@ -1,7 +1,7 @@
-"""Half-precision twins of a network's matrices: what autocast casts anew in every step, kept between steps instead."""
+"""Half-precision copies of a network's matrices, so that a step does not cast every matrix as autocast does."""
 
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import cast
 
@@ -10,99 +10,103 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of the last backward pass: the twin's, where there is one, in the twin's precision."""
-    twin = half_copy(parameter)
-    if twin is None:
-        return parameter.grad
-    joined, rows = vars(twin).get("joined", (None, slice(0)))
-    if joined is None or joined.grad is None:
-        return parameter.grad if twin.grad is None else twin.grad
-    return joined.grad[rows] if twin.grad is None else joined.grad[rows] + twin.grad
-
-
-def half_copy(parameter: Tensor) -> Tensor | None:
-    """The parameter's twin, or None. Whoever updates the one without a version of its own must write the other."""
-    return getattr(parameter, "twin", None)
-
-
-def forget_gradient(twin: Tensor) -> None:
-    """Its own, and its share in that of the matrix it is joined in."""
-    twin.grad = None
-    if "joined" in vars(twin):
-        vars(twin)["joined"][0].grad = None
-
-
 class HalfWeights:
-    """A twin in `dtype` for the matrix of every nn.Linear in `model`, for training under autocast.
+    """A copy in `dtype` of the matrix of every nn.Linear in `model`, for training under autocast.
 
-    Inside in_place() the network computes with the twins, and they receive the gradients: the same numbers as autocast
-    gives, bit for bit, without a cast of every matrix forward and of every gradient backward. The parameters stay
-    float32, and stay what is saved and optimised: FusedAdam takes the twins' gradients and writes both.
+    Inside in_place() the network computes with the copies, and they receive the gradients. The numbers are autocast's,
+    bit for bit, without a cast of every matrix forward and of every gradient backward. The parameters stay float32,
+    and stay what is saved and optimised: the optimiser takes gradient_of(parameter), updates the parameter, and then
+    writes its copy.
 
-    Modules that compute several products of one input as one, attention's, name those layers by joined_layers(). Their
-    twins lie side by side in one matrix, which the module finds as its `joined` and need not put together in each step.
+    A module that multiplies one input by several matrices at once (attention: query, key, value) names those layers by
+    joined_layers(). Their copies are rows of one matrix, which the module finds as its `joined` inside in_place().
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16):
-        self._places = [
+        self._layers = [
             (layer, cast(nn.Parameter, layer.weight))
             for layer in _linear_layers(model)
             if layer.weight.dtype == torch.float32 and not isinstance(layer.weight, DTensor)
         ]
-        for _, matrix in self._places:
-            vars(matrix)["twin"] = nn.Parameter(matrix.detach().to(dtype), matrix.requires_grad)
-        self._joined = [(module, _join(twins)) for module in model.modules() if (twins := _side_by_side(module))]
+        self._copies = {
+            matrix: nn.Parameter(matrix.detach().to(dtype), matrix.requires_grad) for _, matrix in self._layers
+        }
+        self._joined: list[tuple[nn.Module, nn.Parameter]] = []
+        self._rows: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # of a parameter: the joined matrix, and where in it
+        for module in model.modules():
+            self._join(module)
         self._versions = self._seen()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._layers)
 
-    @contextmanager
-    def in_place(self) -> Generator[None]:
-        """The twins take the parameters' places in their layers meanwhile."""
-        for layer, matrix in self._places:
-            layer._parameters["weight"] = vars(matrix)["twin"]
-        for module, joined in self._joined:
-            vars(module)["joined"] = joined
-        try:
-            yield
-        finally:
-            for layer, matrix in self._places:
-                layer._parameters["weight"] = matrix
-            for module, _ in self._joined:
-                vars(module)["joined"] = None
+    def copy_of(self, parameter: Tensor) -> Tensor | None:
+        """The parameter's half-precision copy, or None if it has none."""
+        return self._copies.get(parameter)
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of the last backward pass: the copy's, in its precision, where there is a copy."""
+        copy = self.copy_of(parameter)
+        if copy is None:
+            return parameter.grad
+        joined, rows = self._rows.get(parameter, (None, slice(0)))
+        if joined is None or joined.grad is None:
+            return parameter.grad if copy.grad is None else copy.grad
+        return joined.grad[rows] if copy.grad is None else joined.grad[rows] + copy.grad
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all copies."""
+        for copy in self._copies.values():
+            copy.grad = None
+        for _, joined in self._joined:
+            joined.grad = None
+
+    @torch.no_grad()
+    def write(self, parameters: Iterable[Tensor]) -> None:
+        """Cast these parameters, whose values have changed, into their copies, where they have one."""
+        for parameter in parameters:
+            if (copy := self.copy_of(parameter)) is not None:
+                copy.copy_(parameter)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast anew if anything but the optimiser's own kernel has changed a parameter since: a loaded checkpoint."""
         versions = self._seen()
         if versions != self._versions:
-            twins = [vars(matrix)["twin"] for _, matrix in self._places]
-            torch._foreach_copy_(twins, [matrix for _, matrix in self._places])
+            torch._foreach_copy_(list(self._copies.values()), list(self._copies))
             self._versions = versions
 
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """The copies take the parameters' places in their layers meanwhile."""
+        for layer, matrix in self._layers:
+            layer._parameters["weight"] = self._copies[matrix]
+        for module, joined in self._joined:
+            vars(module)["joined"] = joined  # not by setattr, which would register a parameter of the module
+        try:
+            yield
+        finally:
+            for layer, matrix in self._layers:
+                layer._parameters["weight"] = matrix
+            for module, _ in self._joined:
+                vars(module)["joined"] = None
+
+    def _join(self, module: nn.Module) -> None:
+        """Lay the copies of its joined layers side by side, if each has one and all or none are trained."""
+        layers = getattr(module, "joined_layers", tuple)()
+        matrices = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+        copies = [self._copies[matrix] for matrix in matrices if matrix in self._copies]
+        if len(copies) != len(layers) or len({copy.requires_grad for copy in copies}) != 1:
+            return
+        joined = nn.Parameter(torch.cat([copy.detach() for copy in copies]), copies[0].requires_grad)
+        start = 0
+        for matrix, copy in zip(matrices, copies, strict=True):
+            rows = slice(start, start + copy.shape[0])
+            copy.data, self._rows[matrix], start = joined.detach()[rows], (joined, rows), rows.stop
+        self._joined.append((module, joined))
+
     def _seen(self) -> list[int]:
-        return [matrix._version for _, matrix in self._places]
-
-
-def _side_by_side(module: nn.Module) -> list[nn.Parameter]:
-    """The twins of its joined layers, if each has one and all or none are trained."""
-    layers = getattr(module, "joined_layers", tuple)()
-    twins = [half_copy(layer.weight) for layer in layers if isinstance(layer, nn.Linear)]
-    found = [twin for twin in twins if isinstance(twin, nn.Parameter)]
-    alike = len({twin.requires_grad for twin in found}) == 1
-    return found if alike and len(found) == len(layers) else []
-
-
-def _join(twins: list[nn.Parameter]) -> nn.Parameter:
-    """One matrix of these, each of which becomes some of its rows."""
-    joined = nn.Parameter(torch.cat([twin.detach() for twin in twins]), twins[0].requires_grad)
-    start = 0
-    for twin in twins:
-        rows = slice(start, start + twin.shape[0])
-        twin.data, vars(twin)["joined"], start = joined.detach()[rows], (joined, rows), rows.stop
-    return joined
+        return [matrix._version for matrix in self._copies]
 
 
 def _linear_layers(model: nn.Module) -> list[nn.Linear]:

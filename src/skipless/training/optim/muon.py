@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from skipless.ops.gpu import INSTALLED
 from skipless.training.distributed import gathered, resharded
-from skipless.training.optim.half_weights import half_copy
+from skipless.training.optim.half_weights import HalfWeights
 
 _HOPPER = 9  # other GPUs may lack the shared memory for its tiles
 _FEWEST_ROWS = 256
@@ -206,11 +206,15 @@ def keep_orthogonal(optimizer: Optimizer, roles: Sequence[str]) -> None:
     """
     matrices = [p for group in optimizer.param_groups if group["name"] in roles for p in group["params"]]
     scales = [_checked_scale(gathered(matrix.detach())) for matrix in matrices]
-    optimizer.register_step_post_hook(lambda *_: _correct(matrices, scales))
+
+    def correct(stepped: Optimizer, *_: object) -> None:
+        _correct(matrices, scales, getattr(stepped, "half_weights", None))
+
+    optimizer.register_step_post_hook(correct)
 
 
 @torch.no_grad()
-def _correct(matrices: list[Tensor], scales: list[Tensor]) -> None:
+def _correct(matrices: list[Tensor], scales: list[Tensor], half: HalfWeights | None) -> None:
     alike: dict[tuple, list[int]] = {}
     for index, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.device, matrix.dtype), []).append(index)
@@ -220,9 +224,8 @@ def _correct(matrices: list[Tensor], scales: list[Tensor]) -> None:
             torch.stack([gathered(matrix) for matrix in those]), torch.stack([scales[index] for index in several])
         )
         torch._foreach_add_(those, [resharded(c, p) for c, p in zip(changes.unbind(), those, strict=True)])
-        for matrix in those:
-            if (twin := half_copy(matrix)) is not None:
-                twin.copy_(matrix)
+        if half is not None:
+            half.write(those)
 
 
 def _checked_scale(matrix: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Training by half-precision twins of the matrices is training under autocast, number for number."""
+"""Training by half-precision copies of the matrices is training under autocast, number for number."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,15 +11,15 @@ from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.ops.precision import HALF, autocast
 from skipless.theory.schemes import ExponentialSPA
-from skipless.training import step as step_module
+from skipless.training import trainer
 from skipless.training.config import OptimizerConfig, TrainConfig
 from skipless.training.cuda_graph import GraphedStep
 from skipless.training.distributed import World
 from skipless.training.divergence import norms_by_block
 from skipless.training.optim import adam as adam_module
 from skipless.training.optim.build import build_optimizer, use_tensor_rates
-from skipless.training.optim.half_weights import HalfWeights, gradient_of, half_copy
-from skipless.training.step import TrainStep
+from skipless.training.optim.half_weights import HalfWeights
+from skipless.training.trainer import TrainStep
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # of the clipping factor, 2⁻²³, times the rate and the most that Adam makes of a gradient, 1/√(1 − β₂)
@@ -35,10 +37,10 @@ each_network = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def build(monkeypatch, twins: bool, network: ModelConfig = NETWORK, roles=None, **fields) -> TrainStep:
-    """Both update by torch's Adam: its kernel for twins rounds otherwise, and is compared in test_optim_adam."""
-    monkeypatch.setattr(step_module, "takes_twins", lambda optimizer: twins)
-    monkeypatch.setattr(adam_module, "serves", lambda group: False)
+def build(monkeypatch, half: bool, network: ModelConfig = NETWORK, roles=None, **fields) -> TrainStep:
+    """Both update by torch's Adam: its kernel for copies rounds otherwise, and is compared in test_optim_adam."""
+    monkeypatch.setattr(trainer, "supports_half_weights", lambda optimizer: half)
+    monkeypatch.setattr(adam_module, "kernel_supports", lambda group: False)
     torch.manual_seed(0)
     with DEVICE:
         model = Transformer(network, impl="sdpa")
@@ -46,8 +48,8 @@ def build(monkeypatch, twins: bool, network: ModelConfig = NETWORK, roles=None, 
     optimizer = build_optimizer(model, settings, capturable=DEVICE.type == "cuda")
     config = TrainConfig(**{"steps": 50, "warmup": 5, "length": 16, "batch_size": 4, "precision": "bf16", **fields})
     step = TrainStep(model, optimizer, config, World(0, 1, DEVICE), clip=0.1, packed=False)
-    assert step.twins is None
-    step.use_twins()
+    assert step.half is None
+    step.use_half_weights()
     return step
 
 
@@ -68,10 +70,10 @@ def take_over(ours: TrainStep, theirs: TrainStep) -> None:
 @pytest.mark.parametrize("precision", HALF)
 def test_every_step_is_autocasts(monkeypatch, precision):
     """Clipping adds up the norm in another order: each step starts from one state, lest its last bit grow."""
-    ours, theirs = (build(monkeypatch, twins, precision=precision) for twins in (True, False))
-    assert ours.twins is not None
-    assert len(ours.twins) == 3 * 6  # six matrices a block
-    assert theirs.twins is None
+    ours, theirs = (build(monkeypatch, half, precision=precision) for half in (True, False))
+    assert ours.half is not None
+    assert len(ours.half) == 3 * 6  # six matrices a block
+    assert theirs.half is None
     for index in range(10):
         (loss, norm), (other_loss, other_norm) = (each(index, batch_of(index)) for each in (ours, theirs))
         assert torch.equal(loss, other_loss)
@@ -84,24 +86,24 @@ def test_every_step_is_autocasts(monkeypatch, precision):
 @pytest.mark.parametrize("precision", HALF)
 @each_network
 def test_without_clipping_they_are_so_to_the_last_bit(monkeypatch, precision, network, roles, joined):
-    ours, theirs = (build(monkeypatch, twins, network, roles, precision=precision) for twins in (True, False))
+    ours, theirs = (build(monkeypatch, half, network, roles, precision=precision) for half in (True, False))
     ours.clip = theirs.clip = None
     for index in range(5):
         assert torch.equal(ours(index, batch_of(index))[0], theirs(index, batch_of(index))[0])
     for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(a, b)
-        if (twin := half_copy(a)) is not None:
-            assert torch.equal(twin, a.to(HALF[precision]))
+        if (copy := ours.half.copy_of(a)) is not None:
+            assert torch.equal(copy, a.to(HALF[precision]))
 
 
 def test_gradients_are_autocasts_bit_for_bit(monkeypatch):
     ours, theirs = build(monkeypatch, True), build(monkeypatch, False)
-    assert ours.twins is not None
-    for each in (ours, theirs):
-        with autocast("bf16", DEVICE), each._halved():
+    assert ours.half is not None
+    for each, place in ((ours, ours.half.in_place()), (theirs, nullcontext())):
+        with autocast("bf16", DEVICE), place:
             each.model(batch_of(0).inputs, targets=batch_of(0).targets).backward()
     for (name, a), b in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
-        gradient = gradient_of(a)
+        gradient = ours.half.gradient_of(a)
         assert gradient is not None
         matrix = "embedding" not in name and a.dim() == 2
         assert gradient.dtype == (torch.bfloat16 if matrix else torch.float32), name
@@ -124,31 +126,31 @@ def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch, network
     layers = [layer for block in ours.model.blocks for layer in block.attention.inner.joined_layers()]
     assert len(layers) == 3 * joined
     for layer in layers:
-        twin = half_copy(layer.weight)
-        assert twin is not None
-        matrix, rows = vars(twin)["joined"]
+        copy = ours.half.copy_of(layer.weight)
+        assert copy is not None
+        matrix, rows = ours.half._rows[layer.weight]
         assert len(matrix) == joined * 64
-        assert twin.grad is None
-        assert torch.equal(gradient_of(layer.weight), matrix.grad[rows])
-        assert matrix[rows].data_ptr() == twin.data_ptr()
+        assert copy.grad is None
+        assert torch.equal(ours.half.gradient_of(layer.weight), matrix.grad[rows])
+        assert matrix[rows].data_ptr() == copy.data_ptr()
     for name, parameter in ours.model.named_parameters():
         frozen = any(f".{role}." in name for role in roles)
-        assert (gradient_of(parameter) is None) is frozen
+        assert (ours.half.gradient_of(parameter) is None) is frozen
     for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(block.attention.inner.joined is None for block in ours.model.blocks)
     ours.optimizer.zero_grad()
-    assert all(gradient_of(p) is None for p in ours.model.parameters())
+    assert all(ours.half.gradient_of(p) is None for p in ours.model.parameters())
 
 
 def test_a_matrix_used_both_ways_has_one_gradient():
     model = Transformer(NETWORK)
-    twins, attention = HalfWeights(model), model.blocks[0].attention.inner
+    half, attention = HalfWeights(model), model.blocks[0].attention.inner
     x = torch.randn(2, 64).bfloat16()
-    with twins.in_place():
+    with half.in_place():
         assert attention.joined is not None
         (nn.functional.linear(x, attention.joined).sum() + 2 * attention.query(x).sum()).backward()
-    assert torch.equal(gradient_of(attention.query.weight), 3 * gradient_of(attention.key.weight))
+    assert torch.equal(half.gradient_of(attention.query.weight), 3 * half.gradient_of(attention.key.weight))
 
 
 def test_a_frozen_matrix_is_not_joined_to_trained_ones():
@@ -159,15 +161,15 @@ def test_a_frozen_matrix_is_not_joined_to_trained_ones():
 
 
 def fail_inside(step: TrainStep) -> None:
-    assert step.twins is not None
-    with step.twins.in_place():
+    assert step.half is not None
+    with step.half.in_place():
         assert any(p.dtype == torch.bfloat16 for p in step.model.parameters())
         raise KeyError
 
 
 def test_the_parameters_are_back_after_a_step_and_after_an_error(monkeypatch):
     step = build(monkeypatch, True)
-    assert step.twins is not None
+    assert step.half is not None
     before = dict(step.model.named_parameters())
     step(0, batch_of(0))
     assert all(value is before[name] for name, value in step.model.named_parameters())
@@ -206,18 +208,18 @@ def test_a_replayed_step_starts_from_the_parameters_it_was_given(monkeypatch):
 
 @pytest.mark.parametrize("fields", [{"precision": "fp32"}, {"accumulate": 2}])
 def test_where_they_would_change_numbers_there_are_none(monkeypatch, fields):
-    assert build(monkeypatch, True, **fields).twins is None
+    assert build(monkeypatch, True, **fields).half is None
 
 
-def test_divergence_names_norms_of_the_twins_gradients(monkeypatch):
+def test_divergence_names_norms_of_the_copies_gradients(monkeypatch):
     step = build(monkeypatch, True)
     step(0, batch_of(0))
-    words = norms_by_block(step.model)
+    words = norms_by_block(step.model, half=step.half)
     assert "All blocks are finite" in words
     assert "/0," not in words
 
 
-def test_layers_that_share_a_matrix_have_no_twins():
+def test_layers_that_share_a_matrix_have_no_copies():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     assert len(HalfWeights(model)) == 1  # the third layer's
@@ -227,4 +229,4 @@ def test_all_gradients_are_forgotten(monkeypatch):
     step = build(monkeypatch, True)
     step(0, batch_of(0))
     step.optimizer.zero_grad()
-    assert all(gradient_of(p) is None for p in step.model.parameters())
+    assert all(step.half.gradient_of(p) is None for p in step.model.parameters())
