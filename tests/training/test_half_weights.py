@@ -116,7 +116,7 @@ def test_gradients_are_autocasts_bit_for_bit(monkeypatch):
 def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch, network, roles, joined):
     """Those that are trained: values with a frozen matrix, or with none, are computed by themselves."""
     torch._dynamo.reset()  # each network is a graph of its own, and others have been compiled before
-    ours, theirs = (build(monkeypatch, twins, network, roles) for twins in (True, False))
+    ours, theirs = (build(monkeypatch, half, network, roles) for half in (True, False))
     for each in (ours, theirs):
         each.clip = None
         for block in each.model.blocks:
