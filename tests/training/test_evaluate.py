@@ -24,7 +24,6 @@ from skipless.training.evaluate import (
     evaluate_text,
     padded_batches,
     scoring,
-    token_bytes,
     token_windows,
 )
 
@@ -269,16 +268,16 @@ def test_bytes_of_tokens_are_those_of_the_text(shared_data):
     tokenizer = load_tokenizer(shared_data / "tokenizer" / "wiki32k.model")
     text = "A naïve, 日本 cat 🎉 sat."
     # that model puts a space of its own before the text
-    assert token_bytes(tokenizer)[tokenizer.encode(text)].sum() == len(text.encode()) + 1
+    assert tokenizer.token_bytes()[tokenizer.encode(text)].sum() == len(text.encode()) + 1
     from skipless.hf.tokenizer import FastTokenizer, byte_tokenizer, sentencepiece_tokenizer
 
     fast = FastTokenizer(sentencepiece_tokenizer(shared_data / "tokenizer" / "wiki32k.model"))
-    sizes = token_bytes(fast)
-    assert sizes[1:].tolist() == token_bytes(tokenizer)[1:].tolist()  # <unk>, which never stands for text, may differ
+    sizes = fast.token_bytes()
+    assert sizes[1:].tolist() == tokenizer.token_bytes()[1:].tolist()  # <unk>, which never stands for text, may differ
     assert fast.encode(text).tolist() == tokenizer.encode(text).tolist()
     plain = FastTokenizer(byte_tokenizer())
     assert (plain.end, plain.encode("é").tolist()) == (255, list("é".encode()))
-    assert token_bytes(plain).tolist() == token_bytes(ByteTokenizer()).tolist()
+    assert plain.token_bytes().tolist() == ByteTokenizer().token_bytes().tolist()
 
 
 def test_what_cannot_be_evaluated_is_said(model):

@@ -56,6 +56,13 @@ class Tokenizer(Protocol):
         """All documents in one array of the shards' dtype, each followed by `end`. Safe from several threads."""
         ...
 
+    def token_bytes(self) -> np.ndarray:
+        """UTF-8 bytes of the text that each token stands for, (vocab_size,) int64: ▁ is a space, control tokens none.
+
+        Sums of these are the size of the text where the tokenizer neither normalises it nor puts a space before it.
+        """
+        ...
+
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Little-endian uint16 where the vocabulary allows it, else uint32."""
@@ -86,6 +93,12 @@ class ByteTokenizer:
         """All documents, each followed by 0xFF."""
         joined = b"".join(text.encode("utf-8") + b"\xff" for text in texts)
         return np.frombuffer(joined, dtype=np.uint8).astype(token_dtype(self.vocab_size))
+
+    def token_bytes(self) -> np.ndarray:
+        """One each, and none for the end of a document."""
+        sizes = np.ones(self.vocab_size, dtype=np.int64)
+        sizes[self.end] = 0
+        return sizes
 
 
 class SentencePieceTokenizer:
@@ -141,6 +154,17 @@ class SentencePieceTokenizer:
         pieces = [piece for text in texts for piece in (self.encode(text), end)]
         joined = np.concatenate(pieces) if pieces else end[:0]
         return joined.astype(token_dtype(self.vocab_size))
+
+    def token_bytes(self) -> np.ndarray:
+        """The UTF-8 bytes of each piece."""
+
+        def size(token: int) -> int:
+            if self._processor.is_control(token):
+                return 0
+            piece = self._processor.id_to_piece(token)
+            return 1 if self._processor.is_byte(token) else len(piece.replace(MARK, " ").encode())
+
+        return np.array([size(token) for token in range(self.vocab_size)], dtype=np.int64)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -337,7 +337,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         raise ValueError("inputs_embeds is given; skipless models read input_ids")
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions=True: attention matrices are never formed; use skipless.analysis to see them"
+            "output_attentions=True: attention matrices are never formed; skipless.inspect measures them"
         )
 
 

@@ -159,7 +159,7 @@ class FastTokenizer:
         return np.concatenate([np.append(self.encode(text), self.end) for text in texts])
 
     def token_bytes(self) -> np.ndarray:
-        """Bytes of text per token, see skipless.training.evaluate.token_bytes."""
+        """UTF-8 bytes of the text that each token stands for."""
         special = {*self.inner.all_special_ids, self.end}
 
         def size(token: int) -> int:

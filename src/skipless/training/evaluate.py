@@ -1,11 +1,10 @@
-"""Evaluation: validation loss, perplexity and bits per byte over windows of text."""
+"""Evaluation: loss, perplexity and bits per byte of a model over prepared tokens or over text."""
 
 import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import has_magic
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Protocol, cast, get_args
@@ -25,194 +24,9 @@ from skipless.ops.precision import autocast
 from skipless.training.config import Precision
 
 LOGITS_AT_ONCE = 1 << 25  # entries: 128 MB in float32, about 1000 locations of a vocabulary of 32,000
-BATCH_TOKENS = 16_384
-_FLEX_BLOCK = 128
-
-
-class LanguageModel(Protocol):
-    """What is needed of a model: Transformer and FoldedTransformer have it."""
-
-    config: ModelConfig
-
-    def hidden(self, tokens: Tensor, *, layout: Layout | None = None) -> Tensor:
-        """(batch, T, width)."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(…, vocab_size)."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Windows:
-    """Rows to score: tokens (batch, T+1); scored (batch, T), True where the target counts, or None for all.
-
-    documents (batch, T), as a Batch has them, keep attention within documents.
-    """
-
-    tokens: Tensor
-    scored: Tensor | None = None
-    documents: Tensor | None = None
-
-    def to(self, device: torch.device) -> "Windows":
-        """On a device."""
-        move = lambda tensor: None if tensor is None else tensor.to(device, non_blocking=True)  # noqa: E731
-        return Windows(self.tokens.to(device, non_blocking=True), move(self.scored), move(self.documents))
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One sequence of at least two tokens, whose last `scored` tokens count."""
-
-    tokens: np.ndarray
-    scored: int
-
-    def __len__(self) -> int:
-        return len(self.tokens) - 1
-
-
-class Scorer:
-    """A model made ready by `scoring`: asks it for log-probabilities of tokens."""
-
-    def __init__(self, model: LanguageModel, device: torch.device):
-        self.model, self.device = model, device
-
-    def log_probs(self, windows: Windows) -> Tensor:
-        """log p(target | what is before it) of the scored targets, row after row: (n,) in float32 or better.
-
-        Only scored locations are projected on the vocabulary, LOGITS_AT_ONCE logits at a time.
-        """
-        windows = windows.to(self.device)
-        layout = None if windows.documents is None else Layout.packed(windows.documents)
-        hidden = self.model.hidden(windows.tokens[:, :-1], layout=layout)
-        targets = windows.tokens[:, 1:]
-        if windows.scored is not None:
-            hidden, targets = hidden[windows.scored], targets[windows.scored]
-        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
-        pieces = [self._project(h, t) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
-        return torch.cat(pieces)
-
-    def _project(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model.logits(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(dim=-1)
-
-    def row_log_likelihoods(self, rows: Sequence[Row], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
-        """The log-likelihood of each row's scored tokens, float64, in the order of `rows`."""
-        sums = np.zeros(len(rows))
-        for index, windows in padded_batches(rows, batch_tokens, wants_few_sizes(self.model.config, self.device)):
-            assert windows.scored is not None
-            each = self.log_probs(windows).double().cpu()
-            owner = windows.scored.nonzero()[:, 0]
-            sums[index] = torch.zeros(len(windows.tokens), dtype=torch.float64).index_add_(0, owner, each)[: len(index)]
-        return sums
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP, or itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def config_of(model: nn.Module) -> ModelConfig:
-    """The model's configuration."""
-    return cast(LanguageModel, unwrapped(model)).config
-
-
-def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
-    known = config_of(model).vocab_size
-    if tokenizer.vocab_size > known:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size:,} pieces and the model an embedding of {known:,}: use the "
-            "tokenizer that the model was trained with"
-        )
-
-
-@contextmanager
-def scoring(
-    model: nn.Module, device: torch.device | str | None = None, precision: Precision | None = None
-) -> Generator[Scorer]:
-    """While open, a Scorer of the model: in eval mode, without gradients, under autocast for "bf16" and "fp16".
-
-    device None is where the model is; another one moves it there. precision None is bf16 on a GPU and fp32 elsewhere.
-    """
-    inner, config = unwrapped(model), config_of(model)
-    if config.head != "lm" or not config.causal:
-        raise ValueError(
-            f"the model has head={config.head!r} and causal={config.causal}; only a causal language model (head='lm') "
-            "gives probabilities of next tokens"
-        )
-    if device is not None and torch.empty(0, device=device).device != next(inner.parameters()).device:
-        inner.to(device)
-    if isinstance(inner, FSDPModule) and "hidden" not in vars(inner):
-        register_fsdp_forward_method(inner, "hidden")  # else its sharded embedding is met as it is
-    place = next(inner.parameters()).device
-    precision = precision or ("bf16" if place.type == "cuda" else "fp32")
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision is {precision!r}; use 'bf16', 'fp16' or 'fp32'")
-    training = inner.training
-    inner.eval()
-    try:
-        with torch.no_grad(), autocast(precision, place):
-            yield Scorer(cast(LanguageModel, inner), place)
-    finally:
-        inner.train(training)
-
-
-def wants_few_sizes(config: ModelConfig, device: torch.device) -> bool:
-    """Whether batches are best padded to few sizes: on a GPU, unless attention ends at the calibrated length."""
-    return device.type == "cuda" and config.max_length is None
-
-
-def padded_batches(
-    rows: Sequence[Row], batch_tokens: int = BATCH_TOKENS, few_sizes: bool = False
-) -> Iterator[tuple[np.ndarray, Windows]]:
-    """(indices of rows, their Windows), longest first, so that rows of like length share a batch.
-
-    Padding is on the right, where a causal model cannot see it: it needs no Layout and shifts no location. few_sizes
-    makes lengths multiples of 128 and fills batches with blank rows, since kernels compile for every size they meet.
-    """
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-    while order:
-        length = len(rows[order[0]])
-        if few_sizes:
-            length = -(-length // _FLEX_BLOCK) * _FLEX_BLOCK
-        size = max(1, batch_tokens // length)
-        taken, order = order[:size], order[size:]
-        yield np.array(taken), _padded([rows[index] for index in taken], length, size if few_sizes else len(taken))
-
-
-def _padded(rows: Sequence[Row], length: int, size: int) -> Windows:
-    tokens = torch.zeros(size, length + 1, dtype=torch.int64)
-    scored = torch.zeros(size, length, dtype=torch.bool)
-    for place, row in enumerate(rows):
-        tokens[place, : len(row) + 1] = torch.from_numpy(row.tokens.astype(np.int64))
-        scored[place, len(row) - row.scored : len(row)] = True
-    return Windows(tokens, scored)
-
-
-def token_windows(pieces: Iterable[np.ndarray], length: int, stride: int | None = None) -> Iterator[Row]:
-    """Rows over a stream of tokens given in pieces: each token but the first is scored once.
-
-    Window k holds tokens kS … kS+T and scores those that window k−1 did not: all T of them for stride S = T (None).
-    The last may be shorter.
-    """
-    stride = length if stride is None else stride
-    if length < 1 or not 1 <= stride <= length:
-        raise ValueError(f"length={length}, stride={stride}: length must be at least 1, stride from 1 to length")
-    seen = 0  # tokens of the buffer that are scored, or come before all that are
-    buffer = np.empty(0, dtype=np.int64)
-    for piece in pieces:
-        buffer = np.concatenate([buffer, piece])
-        while len(buffer) > length:
-            yield Row(buffer[: length + 1], length + 1 - max(seen, 1))
-            buffer, seen = buffer[stride:], length + 1 - stride
-    if len(buffer) > max(seen, 1):
-        yield Row(buffer, len(buffer) - max(seen, 1))
-
-
+BATCH_TOKENS = 16_384  # rows × length of a batch
 _POOL = 64  # batches of rows read before they are sorted by length
+_FLEX_BLOCK = 128  # lengths are padded to multiples of it where few sizes are wanted
 
 
 @dataclass(frozen=True)
@@ -237,6 +51,23 @@ class EvalResult:
         loss = nats / tokens
         perplexity = math.inf if loss > 709.0 else math.exp(loss)
         return cls(loss, perplexity, nats / math.log(2.0) / size if size else None, tokens, size)
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Rows to score: tokens (batch, T+1); scored (batch, T), True where the target counts, or None for all.
+
+    documents (batch, T), as a Batch has them, keep attention within documents.
+    """
+
+    tokens: Tensor
+    scored: Tensor | None = None
+    documents: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Windows":
+        """On a device."""
+        move = lambda tensor: None if tensor is None else tensor.to(device, non_blocking=True)  # noqa: E731
+        return Windows(self.tokens.to(device, non_blocking=True), move(self.scored), move(self.documents))
 
 
 @dataclass(frozen=True)
@@ -279,92 +110,11 @@ def evaluate_loss(
         each = _loader_windows(windows, max_tokens)
     else:
         each = _listed_windows(windows, max_tokens)
-    sizes = None if tokenizer is None else token_bytes(tokenizer)
+    sizes = None if tokenizer is None else tokenizer.token_bytes()
     nats, tokens, size = _sums(model, each, device, precision, sizes)
     if not tokens and isinstance(windows, TokenLoader) and windows.world > 1:
         return EvalResult(0.0, 1.0, None, 0, 0)
     return EvalResult.of(nats, tokens, size)
-
-
-def evaluate_text(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    texts: str | Path | Iterable[str],
-    windowing: Windowing | None = None,
-    *,
-    max_tokens: int | None = None,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-) -> EvalResult:
-    """The loss on text: documents, or a corpus by name or path, of which held_out_texts says what is read.
-
-    Bytes are those of the text itself, so that bits per byte compare across tokenizers. max_tokens ends the text there.
-    """
-    check_vocabulary(model, tokenizer)
-    windowing = windowing or Windowing()
-    documents = _Documents(held_out_texts(texts) if isinstance(texts, str | Path) else texts, tokenizer, max_tokens)
-    place = torch.device(device) if device else next(model.parameters()).device
-    windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=wants_few_sizes(config_of(model), place))
-    nats, tokens, _ = _sums(model, windows, device, precision, None)
-    return EvalResult.of(nats, tokens, documents.bytes)
-
-
-def held_out_texts(spec: str | Path, download: bool = False) -> Iterable[str]:
-    """The documents to evaluate on. A file or glob is read whole.
-
-    A folder or named corpus gives the part that `skipless prepare` keeps from training: its validation files or split,
-    or else the documents held out by their hash.
-    """
-    corpus = open_corpus(spec, download=download)
-    if Path(spec).is_file() or has_magic(str(spec)):
-        return corpus
-    if corpus.validation is not None:
-        return corpus.validation
-    share = share_held_out(corpus, corpus.valid_fraction)
-    return (text for text in corpus if held_out(text.encode(), share))
-
-
-def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
-    """UTF-8 bytes of the text that each token stands for, (vocab_size,) int64: ▁ is a space, control tokens nothing.
-
-    Sums of these are the size of the text where the tokenizer neither normalises it nor puts a space before it.
-    """
-    own = getattr(tokenizer, "token_bytes", None)
-    if own is not None:
-        return own()
-    if tokenizer.model is None:
-        sizes = np.ones(tokenizer.vocab_size, dtype=np.int64)
-        sizes[tokenizer.end] = 0
-        return sizes
-    pieces = import_module("sentencepiece").SentencePieceProcessor()
-    pieces.LoadFromSerializedProto(tokenizer.model)
-
-    def size(token: int) -> int:
-        if pieces.is_control(token):
-            return 0
-        return 1 if pieces.is_byte(token) else len(pieces.id_to_piece(token).replace("▁", " ").encode())
-
-    return np.array([size(token) for token in range(tokenizer.vocab_size)], dtype=np.int64)
-
-
-def _sums(
-    model: nn.Module,
-    windows: Iterable[Windows],
-    device: torch.device | str | None,
-    precision: Precision | None,
-    sizes: np.ndarray | None,
-) -> tuple[float, int, int | None]:
-    """Loss in nats, tokens and, where the bytes of each token are given, bytes."""
-    table = None if sizes is None else torch.from_numpy(sizes)
-    tokens = size = 0
-    with scoring(model, device, precision) as scorer:
-        nats = torch.zeros((), dtype=torch.float64, device=scorer.device)
-        for each in windows:
-            nats -= scorer.log_probs(each).double().sum()
-            targets = each.tokens[:, 1:] if each.scored is None else each.tokens[:, 1:][each.scored]
-            tokens += targets.numel()
-            size += 0 if table is None else int(table[targets.cpu()].sum())
-    return float(nats), tokens, None if table is None else size
 
 
 def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Windows]:
@@ -415,6 +165,44 @@ def _listed_windows(items: Iterable[Batch | Windows | Tensor], max_tokens: int |
             return
 
 
+def evaluate_text(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    texts: str | Path | Iterable[str],
+    windowing: Windowing | None = None,
+    *,
+    max_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    precision: Precision | None = None,
+) -> EvalResult:
+    """The loss on text: documents, or a corpus by name or path, of which held_out_texts says what is read.
+
+    Bytes are those of the text itself, so that bits per byte compare across tokenizers. max_tokens ends the text there.
+    """
+    check_vocabulary(model, tokenizer)
+    windowing = windowing or Windowing()
+    documents = _Documents(held_out_texts(texts) if isinstance(texts, str | Path) else texts, tokenizer, max_tokens)
+    place = torch.device(device) if device else next(model.parameters()).device
+    windows = _text_windows(documents, tokenizer.end, windowing, few_sizes=wants_few_sizes(config_of(model), place))
+    nats, tokens, _ = _sums(model, windows, device, precision, None)
+    return EvalResult.of(nats, tokens, documents.bytes)
+
+
+def held_out_texts(spec: str | Path, download: bool = False) -> Iterable[str]:
+    """The documents to evaluate on. A file or glob is read whole.
+
+    A folder or named corpus gives the part that `skipless prepare` keeps from training: its validation files or split,
+    or else the documents held out by their hash.
+    """
+    corpus = open_corpus(spec, download=download)
+    if Path(spec).is_file() or has_magic(str(spec)):
+        return corpus
+    if corpus.validation is not None:
+        return corpus.validation
+    share = share_held_out(corpus, corpus.valid_fraction)
+    return (text for text in corpus if held_out(text.encode(), share))
+
+
 class _Documents:
     """Encoded documents, each with its end token, up to max_tokens; `bytes` counts the text of those handed out."""
 
@@ -430,11 +218,22 @@ class _Documents:
             tokens = np.append(self.tokenizer.encode(text), self.tokenizer.end)
             if len(tokens) > self.left:
                 tokens = tokens[: int(self.left)]
-                self.bytes += int(token_bytes(self.tokenizer)[tokens].sum())
+                self.bytes += int(self.tokenizer.token_bytes()[tokens].sum())
             else:
                 self.bytes += len(text.encode())
             self.left -= len(tokens)
             yield tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sequence of at least two tokens, whose last `scored` tokens count."""
+
+    tokens: np.ndarray
+    scored: int
+
+    def __len__(self) -> int:
+        return len(self.tokens) - 1
 
 
 def _text_windows(
@@ -451,12 +250,187 @@ def _text_windows(
             yield replace(windows, documents=_document_ids(windows.tokens, end)) if packed else windows
 
 
+def _after(start: np.ndarray, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    yield start
+    yield from pieces
+
+
 def _document_ids(tokens: Tensor, end: int) -> Tensor:
     """Of the inputs of rows (batch, T+1), as a loader counts them: an end token belongs to what it ends."""
     ends = (tokens[:, :-1] == end).long()
     return ends.cumsum(dim=1) - ends
 
 
-def _after(start: np.ndarray, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    yield start
-    yield from pieces
+def token_windows(pieces: Iterable[np.ndarray], length: int, stride: int | None = None) -> Iterator[Row]:
+    """Rows over a stream of tokens given in pieces: each token but the first is scored once.
+
+    Window k holds tokens kS … kS+T and scores those that window k−1 did not: all T of them for stride S = T (None).
+    The last may be shorter.
+    """
+    stride = length if stride is None else stride
+    if length < 1 or not 1 <= stride <= length:
+        raise ValueError(f"length={length}, stride={stride}: length must be at least 1, stride from 1 to length")
+    seen = 0  # tokens of the buffer that are scored, or come before all that are
+    buffer = np.empty(0, dtype=np.int64)
+    for piece in pieces:
+        buffer = np.concatenate([buffer, piece])
+        while len(buffer) > length:
+            yield Row(buffer[: length + 1], length + 1 - max(seen, 1))
+            buffer, seen = buffer[stride:], length + 1 - stride
+    if len(buffer) > max(seen, 1):
+        yield Row(buffer, len(buffer) - max(seen, 1))
+
+
+def padded_batches(
+    rows: Sequence[Row], batch_tokens: int = BATCH_TOKENS, few_sizes: bool = False
+) -> Iterator[tuple[np.ndarray, Windows]]:
+    """(indices of rows, their Windows), longest first, so that rows of like length share a batch.
+
+    Padding is on the right, where a causal model cannot see it: it needs no Layout and shifts no location. few_sizes
+    makes lengths multiples of 128 and fills batches with blank rows, since kernels compile for every size they meet.
+    """
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    while order:
+        length = len(rows[order[0]])
+        if few_sizes:
+            length = -(-length // _FLEX_BLOCK) * _FLEX_BLOCK
+        size = max(1, batch_tokens // length)
+        taken, order = order[:size], order[size:]
+        yield np.array(taken), _padded([rows[index] for index in taken], length, size if few_sizes else len(taken))
+
+
+def _padded(rows: Sequence[Row], length: int, size: int) -> Windows:
+    tokens = torch.zeros(size, length + 1, dtype=torch.int64)
+    scored = torch.zeros(size, length, dtype=torch.bool)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row) + 1] = torch.from_numpy(row.tokens.astype(np.int64))
+        scored[place, len(row) - row.scored : len(row)] = True
+    return Windows(tokens, scored)
+
+
+def wants_few_sizes(config: ModelConfig, device: torch.device) -> bool:
+    """Whether batches are best padded to few sizes: on a GPU, unless attention ends at the calibrated length."""
+    return device.type == "cuda" and config.max_length is None
+
+
+def _sums(
+    model: nn.Module,
+    windows: Iterable[Windows],
+    device: torch.device | str | None,
+    precision: Precision | None,
+    sizes: np.ndarray | None,
+) -> tuple[float, int, int | None]:
+    """Loss in nats, tokens and, where the bytes of each token are given, bytes."""
+    table = None if sizes is None else torch.from_numpy(sizes)
+    tokens = size = 0
+    with scoring(model, device, precision) as scorer:
+        nats = torch.zeros((), dtype=torch.float64, device=scorer.device)
+        for each in windows:
+            nats -= scorer.log_probs(each).double().sum()
+            targets = each.tokens[:, 1:] if each.scored is None else each.tokens[:, 1:][each.scored]
+            tokens += targets.numel()
+            size += 0 if table is None else int(table[targets.cpu()].sum())
+    return float(nats), tokens, None if table is None else size
+
+
+class LanguageModel(Protocol):
+    """What is needed of a model: Transformer and FoldedTransformer have it."""
+
+    config: ModelConfig
+
+    def hidden(self, tokens: Tensor, *, layout: Layout | None = None) -> Tensor:
+        """(batch, T, width)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(…, vocab_size)."""
+        ...
+
+
+class Scorer:
+    """A model made ready by `scoring`: asks it for log-probabilities of tokens."""
+
+    def __init__(self, model: LanguageModel, device: torch.device):
+        self.model, self.device = model, device
+
+    def log_probs(self, windows: Windows) -> Tensor:
+        """log p(target | what is before it) of the scored targets, row after row: (n,) in float32 or better.
+
+        Only scored locations are projected on the vocabulary, LOGITS_AT_ONCE logits at a time.
+        """
+        windows = windows.to(self.device)
+        layout = None if windows.documents is None else Layout.packed(windows.documents)
+        hidden = self.model.hidden(windows.tokens[:, :-1], layout=layout)
+        targets = windows.tokens[:, 1:]
+        if windows.scored is not None:
+            hidden, targets = hidden[windows.scored], targets[windows.scored]
+        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
+        pieces = [self._project(h, t) for h, t in zip(hidden.split(rows), targets.split(rows), strict=True)]
+        return torch.cat(pieces)
+
+    def _project(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model.logits(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(dim=-1)
+
+    def row_log_likelihoods(self, rows: Sequence[Row], batch_tokens: int = BATCH_TOKENS) -> np.ndarray:
+        """The log-likelihood of each row's scored tokens, float64, in the order of `rows`."""
+        sums = np.zeros(len(rows))
+        for index, windows in padded_batches(rows, batch_tokens, wants_few_sizes(self.model.config, self.device)):
+            assert windows.scored is not None
+            each = self.log_probs(windows).double().cpu()
+            owner = windows.scored.nonzero()[:, 0]
+            sums[index] = torch.zeros(len(windows.tokens), dtype=torch.float64).index_add_(0, owner, each)[: len(index)]
+        return sums
+
+
+@contextmanager
+def scoring(
+    model: nn.Module, device: torch.device | str | None = None, precision: Precision | None = None
+) -> Generator[Scorer]:
+    """While open, a Scorer of the model: in eval mode, without gradients, under autocast for "bf16" and "fp16".
+
+    device None is where the model is; another one moves it there. precision None is bf16 on a GPU and fp32 elsewhere.
+    """
+    inner, config = unwrapped(model), config_of(model)
+    if config.head != "lm" or not config.causal:
+        raise ValueError(
+            f"the model has head={config.head!r} and causal={config.causal}; only a causal language model (head='lm') "
+            "gives probabilities of next tokens"
+        )
+    if device is not None and torch.empty(0, device=device).device != next(inner.parameters()).device:
+        inner.to(device)
+    if isinstance(inner, FSDPModule) and "hidden" not in vars(inner):
+        register_fsdp_forward_method(inner, "hidden")  # else its sharded embedding is met as it is
+    place = next(inner.parameters()).device
+    precision = precision or ("bf16" if place.type == "cuda" else "fp32")
+    if precision not in get_args(Precision):
+        raise ValueError(f"precision is {precision!r}; use 'bf16', 'fp16' or 'fp32'")
+    training = inner.training
+    inner.eval()
+    try:
+        with torch.no_grad(), autocast(precision, place):
+            yield Scorer(cast(LanguageModel, inner), place)
+    finally:
+        inner.train(training)
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for."""
+    known = config_of(model).vocab_size
+    if tokenizer.vocab_size > known:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size:,} pieces and the model an embedding of {known:,}: use the "
+            "tokenizer that the model was trained with"
+        )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP, or itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def config_of(model: nn.Module) -> ModelConfig:
+    """The model's configuration."""
+    return cast(LanguageModel, unwrapped(model)).config
