@@ -85,6 +85,12 @@ def shared_data() -> Path:
 
 
 @pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether every case is asked for, for tests that skip long ones by themselves."""
+    return request.config.getoption("full")
+
+
+@pytest.fixture
 def on_hopper(tmp_path):
     """Runs a script that compiles kernels for a GPU that is not here, by the tests' own module hopper."""
 

@@ -1,26 +1,47 @@
 """The benchmarks run: on a CPU they measure nothing of interest, but must not be found broken on a GPU."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import Program
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = ("step", "growth", "decode_fold")
 
 
+RUN = """
+import runpy, sys
+del sys.argv[0]
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+HELP = """
+import runpy, sys
+folder, *names = sys.argv[1:]
+sys.path.insert(0, folder)
+for name in names:
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0, name
+"""
+
+
+def started(name: str, *arguments: object) -> Program:
+    return Program(RUN, FOLDER / f"{name}.py", *arguments)
+
+
 def run(name: str, *arguments: object) -> str:
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return started(name, *arguments).finished()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_help(name):
-    assert "--device" in run(name, "--help")
+def test_help():
+    _, *pages = Program(HELP, FOLDER, *SCRIPTS).finished().split("usage: ")
+    assert len(pages) == len(SCRIPTS)
+    assert all("--device" in page for page in pages)
 
 
 def rows(path: Path) -> list[dict]:
@@ -155,8 +176,7 @@ def test_every_run_is_drawn_and_what_was_not_measured_is_a_dash(tmp_path):
 def test_a_run_that_has_not_ended_is_not_compared(tmp_path):
     finished_run(tmp_path / "a", 4.0)
     (tmp_path / "a" / "finished.json").unlink()
-    command = [sys.executable, str(FOLDER / "compare_runs.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no finished.json; let the run end first" in done.stderr
+    comparison = started("compare_runs", tmp_path)
+    assert comparison.wait(300) == 2
+    assert "no finished.json; let the run end first" in comparison.outputs()[1]
     assert not (tmp_path / "README.md").exists()

@@ -1,11 +1,10 @@
 """`skipless train` from the outside: what a user sees who stops it."""
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from tests.processes import Program
 from typer.testing import CliRunner
 
 from skipless.cli.app import app
@@ -20,18 +19,24 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     fields = ("model.vocab_size=256", "model.width=32", "model.heads=4", "model.depth=6", "train.length=32")
     fields += ("train.precision=fp32", "train.compile=false", "train.log_every=1", "train.eval_every=0")
     words = [word for field in fields for word in ("--set", field)]
-    command = [sys.executable, "-m", "skipless.cli", "train", "wikitext103/e-spa", "--data", str(tmp_path / "data")]
-    process = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "run"), "--device", "cpu", *words], stderr=subprocess.PIPE, text=True
-    )
-    log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 60
+    arguments = [
+        "train",
+        "wikitext103/e-spa",
+        "--data",
+        tmp_path / "data",
+        "--out",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+    ]
+    process = Program("from skipless.cli import main; main()", *arguments, *words)
+    log = tmp_path / "run" / "metrics.jsonl"
     while not (log.is_file() and log.read_text()):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
+        assert process.poll() is None, process.outputs()
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=60)
-    assert process.returncode == 130
+    process.signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    complaint = process.outputs()[1]
     assert complaint.splitlines()[-1].startswith("skipless: stopped after step")
     assert "--resume" in complaint.splitlines()[-1]
     assert "Traceback" not in complaint

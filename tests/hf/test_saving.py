@@ -1,9 +1,7 @@
-import subprocess
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.processes import Program
 from transformers import AutoModelForCausalLM
 
 from skipless.hf.modeling import SkiplessForCausalLM
@@ -43,7 +41,7 @@ def test_a_saved_model_loads_in_a_fresh_process(wrapped, tokens, tmp_path):
     wrapped.save_pretrained(tmp_path)
     save_file({"tokens": tokens}, tmp_path / "in.safetensors")
     files = [str(tmp_path / name) for name in ("in.safetensors", "out.safetensors")]
-    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), *files], check=True, timeout=120)
+    Program(SCRIPT, tmp_path, *files).finished()
     out = load_file(files[1])
     torch.testing.assert_close(out["logits"], wrapped(tokens).logits, rtol=0, atol=1e-5)  # threads may differ
     assert torch.equal(out["text"], wrapped.generate(tokens, max_new_tokens=5))

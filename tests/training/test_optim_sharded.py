@@ -66,4 +66,4 @@ def work(rank, folder):
 
 @pytest.mark.slow
 def test_sharded_training_is_training(tmp_path: Path):
-    multiprocessing.start_processes(work, args=(tmp_path,), nprocs=2, start_method="spawn")
+    multiprocessing.start_processes(work, args=(tmp_path,), nprocs=2, start_method="forkserver")
