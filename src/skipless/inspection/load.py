@@ -1,11 +1,12 @@
 """Hugging Face models: from a folder that save_pretrained wrote, or a family built anew from its config."""
 
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from skipless.console import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
 
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt-neox": "gpt_neox", "bert": "bert", "vit": "vit"}
 
@@ -43,7 +44,7 @@ def pretrained_tokenizer(folder: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
-def build_family(name: str, **sizes: int) -> nn.Module:
+def build_family(name: str, **sizes: int) -> "nn.Module":
     """A family by name ("gpt2", "llama", "gpt-neox", "bert", "vit", or any model type transformers knows), initialised
     as transformers does. sizes are config fields, as in num_hidden_layers=12, hidden_size=256."""
     import transformers

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skipless.console import near_names
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
-from skipless.model.transformer import Transformer
-from skipless.training.checkpoint import load_checkpoint, model_from_weights, restore, verified
 from skipless.training.config import Experiment
-from skipless.training.distributed import find_device
 from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, read_experiment
+
+if TYPE_CHECKING:
+    from skipless.model.transformer import Transformer
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -25,7 +26,7 @@ class LoadedModel:
     length only. validation is the prepared folder that a run validates on. Generated text ends at a token of `stop`.
     """
 
-    model: Transformer
+    model: "Transformer"
     tokenizer: Tokenizer
     origin: str
     length: int
@@ -34,7 +35,7 @@ class LoadedModel:
     stop: tuple[int, ...] = ()
 
 
-def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str | None = "cpu") -> Transformer:
+def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str | None = "cpu") -> "Transformer":
     """A trained model in evaluation mode, its tokenizer attached: load("runs/e-spa").generate("The signal").
 
     path: a run's folder (its newest weights are taken), a checkpoint in it, or a folder that save_pretrained or
@@ -46,19 +47,31 @@ def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str |
 
 def load_model(path: str | Path, tokenizer: str | Path | None = None, device: str | None = "cpu") -> LoadedModel:
     """What `load` opens, with all that is known of it."""
-    path, place = Path(path), find_device(device)
+    path = Path(path)
+    check_model(path)
     given = None if tokenizer is None else find_tokenizer(tokenizer)
+    from skipless.training.distributed import find_device  # torch, which a wrong path need not wait for
+
+    place = find_device(device)
     if (path / EXPERIMENT).is_file():
         loaded = _run(path, given)
-    elif path.parent.name == CHECKPOINTS and (path.parents[1] / EXPERIMENT).is_file() and path.is_dir():
+    elif _is_checkpoint(path):
         loaded = _run(path.parents[1], given, checkpoint=path)
-    elif (path / CONFIG).is_file():
-        loaded = _saved(path, given)
     else:
-        raise ValueError(_why_not(path))
+        loaded = _saved(path, given)
     loaded.model.to(place)
     loaded.model.tokenizer = loaded.tokenizer
     return loaded
+
+
+def check_model(path: Path) -> None:
+    """Refuse, before anything is loaded, a path that holds no model."""
+    if not ((path / EXPERIMENT).is_file() or _is_checkpoint(path) or (path / CONFIG).is_file()):
+        raise ValueError(_why_not(path))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.parent.name == CHECKPOINTS and (path.parents[1] / EXPERIMENT).is_file() and path.is_dir()
 
 
 def _why_not(path: Path) -> str:
@@ -130,7 +143,10 @@ def _run_tokenizer(path: Path, experiment: Experiment) -> Tokenizer:
     )
 
 
-def _run_weights(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
+def _run_weights(path: Path, experiment: Experiment) -> "tuple[Transformer, str]":
+    from skipless.model.transformer import Transformer
+    from skipless.training.checkpoint import load_checkpoint, model_from_weights
+
     if (path / WEIGHTS).is_file():
         return model_from_weights(path / WEIGHTS), str(path / WEIGHTS)
     model = Transformer(experiment.model)
@@ -141,7 +157,10 @@ def _run_weights(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
     return model.eval(), f"{path / CHECKPOINTS}, step {found[0]}"
 
 
-def _checkpoint(path: Path, experiment: Experiment) -> tuple[Transformer, str]:
+def _checkpoint(path: Path, experiment: Experiment) -> "tuple[Transformer, str]":
+    from skipless.model.transformer import Transformer
+    from skipless.training.checkpoint import restore, verified
+
     model, step = Transformer(experiment.model), verified(path).step
     restore(path, model, None, None)
     return model.eval(), f"{path.parent}, step {step}"
@@ -152,6 +171,8 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
         raise ValueError(
             f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
         )
+    from skipless.model.transformer import Transformer
+
     saved = open_pretrained(path)
     model = saved.model
     if not isinstance(model, Transformer):

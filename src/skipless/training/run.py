@@ -15,20 +15,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import skipless
 from skipless.console import Progress
 from skipless.data.store import fingerprint
 from skipless.files import LOCK, PART, FolderLock, Journal, read_lines, write_json, write_whole, writing
 from skipless.training.config import Experiment
-from skipless.training.distributed import is_main, on_main, world_size
 
 _PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")
 
 
 def environment() -> dict[str, Any]:
     """Everything outside the experiment that a result may depend on. No environment variables: they hold secrets."""
+    import torch
+
+    from skipless.training.distributed import world_size
+
     cuda = torch.cuda.is_available()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -195,6 +196,8 @@ class RunFolder:
         something else, or if another process is training there; RunFinishedError if there is nothing left to do.
         resume=True where no run has begun starts one, so that a command can always be run again with --resume.
         """
+        from skipless.training.distributed import is_main, on_main
+
         path = Path(path)
         locks: list[FolderLock] = []
 
