@@ -1,6 +1,6 @@
 """Corpora, tokenizers, token shards and the stateless loader. Knows no model.
 
-Read in the order corpora, tokenizer, prepare, store, loader. Only `loader` imports torch.
+Read in the order text, formats, tokenizer, prepare, folder, store, loader. Only `loader` imports torch.
 """
 
 from skipless import lazy

@@ -336,9 +336,7 @@ def _refuse(kwargs: dict[str, Any]) -> None:
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError("inputs_embeds is given; skipless models read input_ids")
     if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True: attention matrices are never formed; skipless.inspect measures them"
-        )
+        raise ValueError("output_attentions=True: attention matrices are never formed; skipless.inspect measures them")
 
 
 def _check_supported(config: SkiplessConfig, settings: ModelConfig) -> None:
