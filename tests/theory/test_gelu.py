@@ -18,8 +18,8 @@ def test_closed_form_is_the_double_integral(p, q, correlation):
     v = np.sqrt(q) * (correlation * points[:, None] + np.sqrt(1 - correlation**2) * points[None, :])
     direct = weights @ (GELU(u)[:, None] * GELU(v)) @ weights
     slope = weights @ (GELU.derivative(u)[:, None] * GELU.derivative(v)) @ weights
-    assert local_maps.pair_moment(covariance, p, q) == pytest.approx(direct, abs=1e-9)
-    assert local_maps.derivative_pair_moment(covariance, p, q) == pytest.approx(slope, abs=1e-9)
+    assert local_maps.gelu_pair_moment(covariance, p, q) == pytest.approx(direct, abs=1e-9)
+    assert local_maps.gelu_derivative_pair_moment(covariance, p, q) == pytest.approx(slope, abs=1e-9)
 
 
 @pytest.mark.parametrize("variance", [0.0, 1e-6, 1.0, 427.0, 1e8])
@@ -28,15 +28,15 @@ def test_equal_arguments_give_the_second_moment_at_any_variance(variance):
     z = np.linspace(-12, 12, 2_000_001)
     density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
     direct = np.sum(GELU(np.sqrt(variance) * z) ** 2 * density) * (z[1] - z[0])
-    assert local_maps.pair_moment(variance, variance, variance) == pytest.approx(direct, rel=1e-9, abs=1e-300)
+    assert local_maps.gelu_pair_moment(variance, variance, variance) == pytest.approx(direct, rel=1e-9, abs=1e-300)
     mean = np.sum(GELU(np.sqrt(variance) * z) * density) * (z[1] - z[0])
-    assert local_maps.mean(variance) == pytest.approx(mean, rel=1e-9, abs=1e-20)
+    assert local_maps.gelu_mean(variance) == pytest.approx(mean, rel=1e-9, abs=1e-20)
 
 
 def test_derivative_moment_is_the_slope():
     step = 1e-6
-    rise = local_maps.pair_moment(0.7 + step, 1.3, 2.1) - local_maps.pair_moment(0.7 - step, 1.3, 2.1)
-    assert local_maps.derivative_pair_moment(0.7, 1.3, 2.1) == pytest.approx(rise / (2 * step), rel=1e-8)
+    rise = local_maps.gelu_pair_moment(0.7 + step, 1.3, 2.1) - local_maps.gelu_pair_moment(0.7 - step, 1.3, 2.1)
+    assert local_maps.gelu_derivative_pair_moment(0.7, 1.3, 2.1) == pytest.approx(rise / (2 * step), rel=1e-8)
 
 
 @pytest.mark.parametrize("variance", [1e-12, 1.0, 1e6, 1e10, 1e16, 1e20])
@@ -48,8 +48,8 @@ def test_large_variances_lose_no_digits(variance, ratio):
     for covariance in (edge, 0.5 * edge, 0.0, -0.5 * edge, -edge):
         value, slope = _in_many_digits(covariance, variance, other)
         scale = 1e-13 * edge
-        assert local_maps.pair_moment(covariance, variance, other) == pytest.approx(value, rel=1e-13, abs=scale)
-        assert local_maps.derivative_pair_moment(covariance, variance, other) == pytest.approx(
+        assert local_maps.gelu_pair_moment(covariance, variance, other) == pytest.approx(value, rel=1e-13, abs=scale)
+        assert local_maps.gelu_derivative_pair_moment(covariance, variance, other) == pytest.approx(
             slope, rel=1e-13, abs=1e-13
         )
 
@@ -74,6 +74,6 @@ def test_kernels_stay_symmetric_to_the_last_bit():
     kernel = x @ x.T
     kernel = (kernel + kernel.T) / 2.0
     variance = np.diagonal(kernel)
-    for moment in (local_maps.pair_moment, local_maps.derivative_pair_moment):
+    for moment in (local_maps.gelu_pair_moment, local_maps.gelu_derivative_pair_moment):
         mapped = moment(kernel, variance[:, None], variance[None, :])
         np.testing.assert_array_equal(mapped, mapped.T)

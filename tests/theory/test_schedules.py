@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipless.theory import exponential, feasibility, kernels
+from skipless.theory import exponential, feasibility, kernels, uniform
 from skipless.theory.exponential import ExponentialStep
 
 
@@ -118,7 +118,7 @@ def test_at_the_largest_correlation_the_error_is_that_of_the_skip(depth, alpha, 
     for _ in range(30):
         rho = float(np.nextafter(rho, 0.0))
         arguments = rho, depth, initial, schedule, alpha
-        steps = _unless_refused("needs a residual branch", exponential.uniform_steps, *arguments)
+        steps = _unless_refused("needs a residual branch", uniform.uniform_steps, *arguments)
         assert all(after < 1 for _, after in steps)
 
 
@@ -143,11 +143,9 @@ def test_both_hints_of_an_infeasible_skip_work_at_tiny_decay_rates(depth, alpha,
 
 def test_the_hint_of_an_infeasible_correlation_is_above_the_inputs():
     with pytest.raises(ValueError, match="use rho_final ≤ ") as caught:
-        exponential.uniform_steps(0.8, 36, 0.29, "linear", 0.999999)
+        uniform.uniform_steps(0.8, 36, 0.29, "linear", 0.999999)
     rho = float(str(caught.value).split("≤ ")[1].split()[0])
-    assert all(
-        0.29 <= before < after < 1 for before, after in exponential.uniform_steps(rho, 36, 0.29, "linear", 0.999999)
-    )
+    assert all(0.29 <= before < after < 1 for before, after in uniform.uniform_steps(rho, 36, 0.29, "linear", 0.999999))
 
 
 @pytest.mark.parametrize(("alpha", "limit"), [(0.98, 0.572), (0.995, 0.250)])
@@ -156,8 +154,8 @@ def test_feasible_correlations_with_skips(alpha, limit):
     bound = feasibility.largest_rho_final(alpha, 32, 0.008, "linear")
     assert bound == pytest.approx(limit, abs=5e-4)
     with pytest.raises(ValueError, match=f"use rho_final ≤ {feasibility.round_down(bound)}"):
-        exponential.uniform_steps(0.8, 32, 0.008, "linear", alpha)
-    steps = exponential.uniform_steps(feasibility.round_down(bound), 32, 0.008, "linear", alpha)
+        uniform.uniform_steps(0.8, 32, 0.008, "linear", alpha)
+    steps = uniform.uniform_steps(feasibility.round_down(bound), 32, 0.008, "linear", alpha)
     assert all(before < after < 1 for before, after in steps)
 
 
@@ -166,23 +164,23 @@ def test_feasible_correlations_with_skips(alpha, limit):
 def test_the_largest_correlation_is_where_a_branch_would_need_one(schedule, rho_initial):
     bound = feasibility.largest_rho_final(0.98, 32, rho_initial, schedule)
     below, above = bound - 1e-9 * (1.0 - bound), bound + 1e-9 * (1.0 - bound)
-    residuals = [residual for _, residual in exponential.uniform_steps(below, 32, rho_initial, schedule, 0.98)]
+    residuals = [residual for _, residual in uniform.uniform_steps(below, 32, rho_initial, schedule, 0.98)]
     assert max(residuals) == pytest.approx(1.0, abs=1e-7)
     with pytest.raises(ValueError, match="ρ_res"):
-        exponential.uniform_steps(above, 32, rho_initial, schedule, 0.98)
+        uniform.uniform_steps(above, 32, rho_initial, schedule, 0.98)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "geometric"])
 def test_uniform_skips_compose_to_the_schedule(schedule):
     """α²Σ(ρ_{l−1}) + β²Σ(ρ_res) = Σ(ρ_l). Sec. 3.4."""
-    rho = exponential.correlations(0.4, 12, 0.008, schedule)
-    for level, (before, residual) in enumerate(exponential.uniform_steps(0.4, 12, 0.008, schedule, 0.9), start=1):
+    rho = uniform.correlations(0.4, 12, 0.008, schedule)
+    for level, (before, residual) in enumerate(uniform.uniform_steps(0.4, 12, 0.008, schedule, 0.9), start=1):
         assert before == rho[level - 1]
         assert 0.81 * before + 0.19 * residual == pytest.approx(rho[level], rel=1e-12)
 
 
 def test_geometric_schedule_loses_the_same_share_in_every_block():
-    rho = exponential.correlations(0.8, 10, 0.1, "geometric")
+    rho = uniform.correlations(0.8, 10, 0.1, "geometric")
     np.testing.assert_allclose((1 - rho[1:]) / (1 - rho[:-1]), (0.2 / 0.9) ** 0.1, rtol=1e-12)
 
 
@@ -205,8 +203,8 @@ def test_rounding_helpers_stay_on_the_feasible_side():
         (lambda: exponential.exponential_steps(0.1, 0), "depth is 0"),
         (lambda: exponential.exponential_steps(0.1, 4, 1.0), "skip_weight is 1.0"),
         (lambda: exponential.exponential_steps(0.1, 4, -0.2), "skip_weight is -0.2"),
-        (lambda: exponential.uniform_steps(0.005, 4, 0.008, "linear"), "use rho_final > 0.008"),
-        (lambda: exponential.correlations(0.5, 4, 0.0, "cubic"), "'linear' or 'geometric'"),
+        (lambda: uniform.uniform_steps(0.005, 4, 0.008, "linear"), "use rho_final > 0.008"),
+        (lambda: uniform.correlations(0.5, 4, 0.0, "cubic"), "'linear' or 'geometric'"),
     ],
 )
 def test_bad_values_are_named(call, words):

@@ -1,4 +1,9 @@
-"""What attention does while it is watched: its weights, their spread and their sinks."""
+"""Attention weights, their spread and their sinks, seen without asking the model for them.
+
+This library's attention is asked for its queries and keys; of any other, torch's own attention and softmax calls are
+watched. Weights of two rows and at most 512 queries are computed once more, in float64, 32 MB at a time. Nothing is
+stored for the backward pass.
+"""
 
 import inspect
 import math

@@ -1,4 +1,8 @@
-"""Hooks: find a model's blocks and record what enters and leaves them, also in models that were compiled."""
+"""Hooks that measure a network while it runs: activations as they leave each block, gradients as they come back.
+
+One forward and one backward serve every number. Nothing but numbers is stored of a block once it is passed, and none is
+read before both are over, so that a GPU is never waited for.
+"""
 
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence

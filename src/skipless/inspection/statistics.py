@@ -1,4 +1,7 @@
-"""Statistics of what flows between blocks: norms, cosines, ranks, outliers, measured where the tensors are."""
+"""Statistics of what flows between blocks: norms, cosines, ranks, outliers; a few rows at a time, in bounded memory.
+
+Nothing here waits for a GPU: `describe` leaves its results on the device, and `Described.numbers` fetches them.
+"""
 
 import math
 import os
@@ -192,7 +195,12 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def pending_ranks(kernels: list[Tensor]) -> Callable[[], Ranks]:
-    """A function that gives the mean over the kernels, each (T, T) of any size, of their two `ranks`."""
+    """A function that gives the mean over the kernels, each (T, T) of any size, of their two `ranks`.
+
+    A GPU takes eigenvalues one matrix at a time, and longer than a processor does: kernels of a model on a GPU are sent
+    to threads that work beside it, so that nothing waits. Each uses one core: matrices of this size gain nothing from
+    more, and where other work holds some of the cores, threads that wait for each other lose all.
+    """
     if not kernels or not kernels[0].is_cuda:
         found = _mean([ranks(kernel) for kernel in kernels])
         return lambda: found

@@ -1,21 +1,22 @@
-"""E-SPA (Theorem 3): one step from decay to decay in closed form, and the schedule of decays over depth."""
+"""E-SPA in closed form: attention that carries Σ(γ) to Σ(γ'), at any length, without cancellation.
+
+With q = e^{−γ}, Δ = γ−γ' ≥ 0, λ = a(γ')/a(γ) and E_ij = e^{−γ'(i−j)} for i ≥ j, Theorem 3 of He et al. 2023 is
+
+    A = L(γ') L(γ)⁻¹ = λ [ (1−e^{−Δ}) E + e^{−Δ} I + (1/λ−1) E e₀e₀ᵀ ],
+
+three non-negative terms: a moving average, a self-connection and a boost of location 0. Locations are 0-based.
+
+The schedule of App. C, and with skips that of App. F, says which step each block of a network takes.
+"""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import numpy as np
 
-from skipless.theory.feasibility import (
-    check_correlation,
-    check_decay_rate,
-    check_depth,
-    check_exponential_skip,
-    check_skip_weight,
-    check_uniform_skip,
-)
+from skipless.theory.feasibility import check_decay_rate, check_depth, check_exponential_skip, check_skip_weight
 
 # e^{−40} is 4e-18, below float64's resolution of 1: after 40/γ locations every sequence below has converged.
 _CONVERGED = 40.0
@@ -129,11 +130,6 @@ def apply(step: ExponentialStep, repeat_rate: float, values: np.ndarray) -> np.n
     return np.moveaxis(filtered, 0, -2) / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))[:, None]
 
 
-def _decaying_sum(drive: Iterable, decay: float) -> np.ndarray:
-    """y_0 = x_0, y_n = x_n + decay·y_{n−1} along `drive`: a first-order filter."""
-    return np.array(list(accumulate(drive, lambda y, x: x + decay * y)))
-
-
 def converged_length(step: ExponentialStep) -> int:
     """The number of locations after which column, diagonal and row sums are constant to float64 rounding."""
     return int(np.ceil(_CONVERGED / step.gamma_out)) + 2
@@ -155,35 +151,9 @@ def _mean_diagonal_increments(gamma: float, repeat_rate: float, length: int) -> 
     return repeat_rate * step * (m[1:] + m[:-1])
 
 
-UniformSchedule = Literal["linear", "geometric"]
-
-
-def decay_rates(gamma_final: float, depth: int) -> np.ndarray:
-    """γ_0 … γ_L with γ_0 = ∞ and a(γ_l) = a(γ_L)^{l/L}, so that A's diagonal λ is the same in every block. App. C."""
-    tau = _tau(gamma_final, depth)
-    level = np.arange(depth + 1, dtype=np.float64)
-    kept = np.exp(-tau * level)  # a(γ_l)² = 1 − e^{−2γ_l}
-    with np.errstate(divide="ignore"):
-        return np.where(kept < 0.5, -0.5 * np.log1p(-kept), -0.5 * np.log(-np.expm1(-tau * level)))
-
-
-def correlations(rho_final: float, depth: int, rho_initial: float, schedule: UniformSchedule) -> np.ndarray:
-    """ρ_0 … ρ_L: linear in depth (App. C), or "geometric", where 1−ρ_l falls by the same factor in every block."""
-    check_depth(depth)
-    check_correlation("rho_initial", rho_initial)
-    check_correlation("rho_final", rho_final)
-    if rho_final <= rho_initial:
-        raise ValueError(
-            f"rho_final={rho_final} is not above the input's correlation {rho_initial} (the repeat rate); "
-            f"correlations must rise with depth (Thm 1): use rho_final > {rho_initial}"
-        )
-    share = np.arange(depth + 1, dtype=np.float64) / depth
-    if schedule == "linear":
-        return rho_initial + share * (rho_final - rho_initial)
-    if schedule == "geometric":
-        fall = np.log1p(-rho_final) - np.log1p(-rho_initial)
-        return -np.expm1(np.log1p(-rho_initial) + share * fall)
-    raise ValueError(f"schedule is {schedule!r}; it must be 'linear' or 'geometric'")
+def _decaying_sum(drive: Iterable, decay: float) -> np.ndarray:
+    """y_0 = x_0, y_n = x_n + decay·y_{n−1} along `drive`: a first-order filter."""
+    return np.array(list(accumulate(drive, lambda y, x: x + decay * y)))
 
 
 def exponential_steps(gamma_final: float, depth: int, skip_weight: float = 0.0) -> list[ExponentialStep]:
@@ -213,15 +183,13 @@ def exponential_steps(gamma_final: float, depth: int, skip_weight: float = 0.0) 
     return steps
 
 
-def uniform_steps(
-    rho_final: float, depth: int, rho_initial: float, schedule: UniformSchedule, skip_weight: float = 0.0
-) -> list[tuple[float, float]]:
-    """(ρ_in, ρ_out) per block; with a normalised skip α, ρ_out is the residual branch's (ρ_l−α²ρ_{l−1})/(1−α²)."""
-    check_skip_weight(skip_weight)
-    rho = correlations(rho_final, depth, rho_initial, schedule)
-    residual = rho[:-1] + np.diff(rho) / (1.0 - skip_weight**2)
-    check_uniform_skip(float(residual.max()), rho_final, depth, skip_weight, rho_initial, schedule)
-    return [(float(before), float(after)) for before, after in zip(rho[:-1], residual, strict=True)]
+def decay_rates(gamma_final: float, depth: int) -> np.ndarray:
+    """γ_0 … γ_L with γ_0 = ∞ and a(γ_l) = a(γ_L)^{l/L}, so that A's diagonal λ is the same in every block. App. C."""
+    tau = _tau(gamma_final, depth)
+    level = np.arange(depth + 1, dtype=np.float64)
+    kept = np.exp(-tau * level)  # a(γ_l)² = 1 − e^{−2γ_l}
+    with np.errstate(divide="ignore"):
+        return np.where(kept < 0.5, -0.5 * np.log1p(-kept), -0.5 * np.log(-np.expm1(-tau * level)))
 
 
 def _tau(gamma_final: float, depth: int) -> float:

@@ -1,4 +1,7 @@
-"""Kernels over locations: the ones the paper starts from, their cosines and ranks, and how often tokens repeat."""
+"""Kernel matrices over locations: the two families of the paper, their factors, collapse, and repeated tokens.
+
+A kernel is Σ = X Xᵀ / d for T representation vectors of width d (rows of X): a T×T matrix of inner products.
+"""
 
 import math
 from collections.abc import Iterable
@@ -17,6 +20,11 @@ def exponential(gamma: float, length: int) -> np.ndarray:
     if np.isinf(gamma):
         return np.eye(length)
     return np.exp(-gamma * distance)
+
+
+def _distances(length: int) -> np.ndarray:
+    location = np.arange(check_length(length), dtype=np.float64)
+    return np.abs(location[:, None] - location[None, :])
 
 
 def uniform(rho: float, length: int) -> np.ndarray:
@@ -67,6 +75,13 @@ def uniform_chol_inverse(rho: float, length: int) -> np.ndarray:
     inverse = np.tril(np.broadcast_to(row[:, None], (length, length)), k=-1)
     np.fill_diagonal(inverse, np.sqrt(p_before / ((1.0 - rho) * p)))
     return inverse
+
+
+def _uniform_pivots(rho: float, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """p_n and p_{n−1} for n = 0 … T−1, with p_n = 1 + nρ."""
+    check_correlation("rho", rho)
+    n = np.arange(check_length(length), dtype=np.float64)
+    return 1.0 + n * rho, 1.0 + (n - 1.0) * rho
 
 
 def uniform_root(rho: float, length: int) -> np.ndarray:
@@ -132,6 +147,11 @@ def stable_rank(kernel: np.ndarray) -> float:
     return float(1.0 / _spectrum(kernel)[-1])
 
 
+def _spectrum(kernel: np.ndarray) -> np.ndarray:
+    values = np.maximum(scipy.linalg.eigvalsh(kernel), 0.0)
+    return values / values.sum()
+
+
 def rank_one_residual(kernel: np.ndarray) -> float:
     """‖X − 1x̄ᵀ‖_F / ‖X‖_F, how far the locations are from all being equal. Dong et al. 2021.
 
@@ -139,23 +159,6 @@ def rank_one_residual(kernel: np.ndarray) -> float:
     """
     share = kernel.mean() * kernel.shape[-1] / np.trace(kernel)
     return float(np.sqrt(max(1.0 - share, 0.0)))
-
-
-def _spectrum(kernel: np.ndarray) -> np.ndarray:
-    values = np.maximum(scipy.linalg.eigvalsh(kernel), 0.0)
-    return values / values.sum()
-
-
-def _distances(length: int) -> np.ndarray:
-    location = np.arange(check_length(length), dtype=np.float64)
-    return np.abs(location[:, None] - location[None, :])
-
-
-def _uniform_pivots(rho: float, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """p_n and p_{n−1} for n = 0 … T−1, with p_n = 1 + nρ."""
-    check_correlation("rho", rho)
-    n = np.arange(check_length(length), dtype=np.float64)
-    return 1.0 + n * rho, 1.0 + (n - 1.0) * rho
 
 
 def repeat_rate(tokens: np.ndarray | Iterable[np.ndarray]) -> float:

@@ -1,4 +1,10 @@
-"""Schemes over depth: standard attention, Value-SkipInit, U-SPA and E-SPA, and their calibrations."""
+"""The four ways to initialise attention: each turns (depth, skip weight) into one AttentionShape per block.
+
+A scheme is a frozen value with only the fields that mean something for it. Nothing here knows width or heads,
+except ALiBi, whose slopes are per head.
+
+Calibrations beyond the paper's, at the end, propagate a kernel once to see what the MLPs leave of it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +14,7 @@ import numpy as np
 import scipy
 
 from skipless.theory import kernels
-from skipless.theory.exponential import UniformSchedule, exponential_steps, uniform_steps
+from skipless.theory.exponential import exponential_steps
 from skipless.theory.feasibility import check_depth, check_repeat_rate
 from skipless.theory.shapes import (
     AlibiShape,
@@ -23,115 +29,9 @@ from skipless.theory.shapes import (
     UniformShape,
     non_negative,
 )
+from skipless.theory.uniform import UniformSchedule, uniform_steps
 
 KernelMap = Callable[[np.ndarray], np.ndarray]
-
-
-def _as_it_is(kernel: np.ndarray) -> np.ndarray:
-    return kernel
-
-
-def check_name(name: str, skip_weight: float) -> None:
-    """The calibration exists, and exists for these skips."""
-    if name not in ("paper", "exact", "mlp-aware"):
-        raise ValueError(f"calibration is {name!r}; it must be 'paper', 'exact' or 'mlp-aware'")
-    if name == "mlp-aware" and skip_weight:
-        raise ValueError(
-            f"calibration='mlp-aware' has no form with skips (skip_weight={skip_weight}): use calibration='exact', "
-            "or skip_weight=0"
-        )
-
-
-def need_length(length: int | None, name: str) -> int:
-    """The length at which a T×T kernel is propagated once, which only the caller knows."""
-    if length is None:
-        raise ValueError(f"calibration={name!r} propagates a T×T kernel once: say for which length")
-    return length
-
-
-def need_mlp(mlp: KernelMap | None) -> KernelMap:
-    """The MLP sub-block's map of a kernel, which only the caller knows."""
-    if mlp is None:
-        raise ValueError("calibration='mlp-aware' needs mlp=, the MLP sub-block's map of a kernel")
-    return mlp
-
-
-def exact(
-    shapes: Sequence[AttentionShape],
-    repeat_rate: float,
-    skip_weight: float,
-    length: int,
-    mlp: KernelMap | None = None,
-    entering: KernelMap = _as_it_is,
-) -> list[AttentionShape]:
-    """The same softmaxes P with D = diag(P Σ̄ Pᵀ)^{−½}, Σ̄ the average kernel propagated so far.
-
-    Every branch then has a unit diagonal, so normalised skips keep one too. entering: what a norm before attention
-    makes of the stream's kernel.
-    Departs: App. F leaves the diagonal free; it reaches 11 at L=36, γ_L=.2, α=.98, T=512.
-    """
-    kernel = kernels.uniform(repeat_rate, length)
-    calibrated: list[AttentionShape] = []
-    for shape in shapes:
-        weights = np.exp(shape.bias(length))
-        branch = weights @ entering(kernel) @ weights.T
-        scale = 1.0 / np.sqrt(np.diagonal(branch))
-        calibrated.append(RescaledShape(shape, scale))
-        kernel = skip_weight**2 * kernel + (1.0 - skip_weight**2) * (scale[:, None] * branch * scale[None, :])
-        kernel = mlp(kernel) if mlp else kernel
-    return calibrated
-
-
-def mlp_aware(
-    gammas: Sequence[float],
-    repeat_rate: float,
-    causal: bool,
-    length: int,
-    mlp: KernelMap,
-    entering: KernelMap = _as_it_is,
-) -> list[AttentionShape]:
-    """A_l = L_l L̂_{l−1}⁻¹, where L̂ factors the kernel f(Σ_{l−1}) that the MLP before block l left. Sec. 3.4.
-
-    Repeated tokens are corrected as in App. B, by rows: D keeps the diagonal of the average kernel at 1.
-    Departs: the paper ignores the MLP because A_l ≥ 0 is not guaranteed; here a negative entry is an error.
-    """
-    before, average = np.eye(length), kernels.uniform(repeat_rate, length)
-    shapes: list[AttentionShape] = []
-    for block, gamma in enumerate(gammas, start=1):
-        target = kernels.exponential(gamma, length)
-        matrix = non_negative(_factor_ratio(target, before, causal), f"calibration='mlp-aware' in block {block}")
-        branch = matrix @ average @ matrix.T
-        scale = 1.0 / np.sqrt(np.diagonal(branch))
-        shapes.append(DenseShape(scale[:, None] * matrix, causal))
-        before, average = entering(mlp(target)), entering(mlp(scale[:, None] * branch * scale[None, :]))
-    return shapes
-
-
-def uniform_after(mlp: KernelMap, rho: float) -> float:
-    """The uniform correlation that the MLP makes of ρ: a uniform kernel stays uniform."""
-    return float(kernels.cosine(mlp(kernels.uniform(rho, 2)))[0, 1])
-
-
-def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[tuple[float, float]]:
-    """U-SPA's (ρ_in, ρ_out) per block, ρ_in being what the MLP before the block left."""
-    aware = [*steps[:1], *((uniform_after(mlp, before), after) for before, after in steps[1:])]
-    for block, (before, after) in enumerate(aware, start=1):
-        if before > after:
-            raise ValueError(
-                f"calibration='mlp-aware' in block {block}: the MLP before it leaves cosines of {before:.4g}, above "
-                f"its target {after:.4g}, and attention cannot lower them; use calibration='paper' or 'exact'"
-            )
-    return aware
-
-
-def _factor_ratio(target: np.ndarray, source: np.ndarray, causal: bool) -> np.ndarray:
-    """L(target) L(source)⁻¹ with Cholesky factors, or symmetric roots for non-causal attention."""
-    if causal:
-        upper = scipy.linalg.cholesky(source), scipy.linalg.cholesky(target)
-        return scipy.linalg.solve_triangular(upper[0], upper[1]).T
-    return np.linalg.solve(kernels.symmetric_root(source), kernels.symmetric_root(target)).T
-
-
 Calibration = Literal["paper", "exact", "mlp-aware"]
 
 
@@ -189,7 +89,7 @@ class UniformSPA:
         normalised says that a norm stands before attention, which calibrations beyond the paper's take into account.
         """
         check_repeat_rate(self.repeat_rate)
-        check_name(self.calibration, skip_weight)
+        check_calibration(self.calibration, skip_weight)
         entering = (kernels.cosine,) if normalised else ()
         kind = UniformShape if causal else SymmetricUniformShape
         steps = uniform_steps(self.rho_final, depth, self.repeat_rate, self.schedule, skip_weight)
@@ -225,7 +125,7 @@ class ExponentialSPA:
     ) -> list[AttentionShape]:
         """One shape per block; with a normalised skip α, App. F's decay rates γ_{l,α}."""
         check_repeat_rate(self.repeat_rate)
-        check_name(self.calibration, skip_weight)
+        check_calibration(self.calibration, skip_weight)
         entering = (kernels.cosine,) if normalised else ()
         kind = ExponentialShape if causal else SymmetricExponentialShape
         steps = exponential_steps(self.gamma_final, depth, skip_weight)
@@ -241,3 +141,108 @@ class ExponentialSPA:
 
 
 Scheme = StandardAttention | ValueSkipInit | UniformSPA | ExponentialSPA
+
+
+def check_calibration(name: str, skip_weight: float) -> None:
+    """The calibration exists, and exists for these skips."""
+    if name not in ("paper", "exact", "mlp-aware"):
+        raise ValueError(f"calibration is {name!r}; it must be 'paper', 'exact' or 'mlp-aware'")
+    if name == "mlp-aware" and skip_weight:
+        raise ValueError(
+            f"calibration='mlp-aware' has no form with skips (skip_weight={skip_weight}): use calibration='exact', "
+            "or skip_weight=0"
+        )
+
+
+def need_length(length: int | None, name: str) -> int:
+    """The length at which a T×T kernel is propagated once, which only the caller knows."""
+    if length is None:
+        raise ValueError(f"calibration={name!r} propagates a T×T kernel once: say for which length")
+    return length
+
+
+def need_mlp(mlp: KernelMap | None) -> KernelMap:
+    """The MLP sub-block's map of a kernel, which only the caller knows."""
+    if mlp is None:
+        raise ValueError("calibration='mlp-aware' needs mlp=, the MLP sub-block's map of a kernel")
+    return mlp
+
+
+def _as_it_is(kernel: np.ndarray) -> np.ndarray:
+    return kernel
+
+
+def exact(
+    shapes: Sequence[AttentionShape],
+    repeat_rate: float,
+    skip_weight: float,
+    length: int,
+    mlp: KernelMap | None = None,
+    entering: KernelMap = _as_it_is,
+) -> list[AttentionShape]:
+    """The same softmaxes P with D = diag(P Σ̄ Pᵀ)^{−½}, Σ̄ the average kernel propagated so far.
+
+    Every branch then has a unit diagonal, so normalised skips keep one too. entering: what a norm before attention
+    makes of the stream's kernel.
+    Departs: App. F leaves the diagonal free; it reaches 11 at L=36, γ_L=.2, α=.98, T=512.
+    """
+    kernel = kernels.uniform(repeat_rate, length)
+    calibrated: list[AttentionShape] = []
+    for shape in shapes:
+        weights = np.exp(shape.bias(length))
+        branch = weights @ entering(kernel) @ weights.T
+        scale = 1.0 / np.sqrt(np.diagonal(branch))
+        calibrated.append(RescaledShape(shape, scale))
+        kernel = skip_weight**2 * kernel + (1.0 - skip_weight**2) * (scale[:, None] * branch * scale[None, :])
+        kernel = mlp(kernel) if mlp else kernel
+    return calibrated
+
+
+def mlp_aware(
+    gammas: Sequence[float],
+    repeat_rate: float,
+    causal: bool,
+    length: int,
+    mlp: KernelMap,
+    entering: KernelMap = _as_it_is,
+) -> list[AttentionShape]:
+    """A_l = L_l L̂_{l−1}⁻¹, where L̂ factors the kernel f(Σ_{l−1}) that the MLP before block l left. Sec. 3.4.
+
+    Repeated tokens are corrected as in App. B, by rows: D keeps the diagonal of the average kernel at 1.
+    Departs: the paper ignores the MLP because A_l ≥ 0 is not guaranteed; here a negative entry is an error.
+    """
+    before, average = np.eye(length), kernels.uniform(repeat_rate, length)
+    shapes: list[AttentionShape] = []
+    for block, gamma in enumerate(gammas, start=1):
+        target = kernels.exponential(gamma, length)
+        matrix = non_negative(_factor_ratio(target, before, causal), f"calibration='mlp-aware' in block {block}")
+        branch = matrix @ average @ matrix.T
+        scale = 1.0 / np.sqrt(np.diagonal(branch))
+        shapes.append(DenseShape(scale[:, None] * matrix, causal))
+        before, average = entering(mlp(target)), entering(mlp(scale[:, None] * branch * scale[None, :]))
+    return shapes
+
+
+def _factor_ratio(target: np.ndarray, source: np.ndarray, causal: bool) -> np.ndarray:
+    """L(target) L(source)⁻¹ with Cholesky factors, or symmetric roots for non-causal attention."""
+    if causal:
+        upper = scipy.linalg.cholesky(source), scipy.linalg.cholesky(target)
+        return scipy.linalg.solve_triangular(upper[0], upper[1]).T
+    return np.linalg.solve(kernels.symmetric_root(source), kernels.symmetric_root(target)).T
+
+
+def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[tuple[float, float]]:
+    """U-SPA's (ρ_in, ρ_out) per block, ρ_in being what the MLP before the block left."""
+    aware = [*steps[:1], *((uniform_after(mlp, before), after) for before, after in steps[1:])]
+    for block, (before, after) in enumerate(aware, start=1):
+        if before > after:
+            raise ValueError(
+                f"calibration='mlp-aware' in block {block}: the MLP before it leaves cosines of {before:.4g}, above "
+                f"its target {after:.4g}, and attention cannot lower them; use calibration='paper' or 'exact'"
+            )
+    return aware
+
+
+def uniform_after(mlp: KernelMap, rho: float) -> float:
+    """The uniform correlation that the MLP makes of ρ: a uniform kernel stays uniform."""
+    return float(kernels.cosine(mlp(kernels.uniform(rho, 2)))[0, 1])

@@ -1,4 +1,13 @@
-"""Attention shapes: what a block's attention matrix is at the start, as a few scalars and O(T) vectors."""
+"""AttentionShape: a block's attention matrix at initialisation, kept as a few scalars and O(T) vectors.
+
+Any non-negative A is D·softmax(B) with D its row sums (Sec. 3.3). Every structured shape here has a bias of one form,
+
+    B_ij = logaddexp(column_j − slope·|i−j|, row_i)  (i ≠ j),     B_ii = diagonal_i,
+
+up to a constant per row, which the softmax forgets. `compact` hands out these parts; `dense`, `bias` and `row_scale`
+are the T×T oracles.
+Non-causal E-SPA and tables of numbers have no such form.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -91,6 +100,16 @@ class AlibiShape(AttentionShape):
         return CompactBias(alibi_slopes(self.heads), one, one, np.ones(1))
 
 
+def alibi_slopes(heads: int) -> np.ndarray:
+    """ALiBi's slopes: 2^{−8/n}, 2^{−16/n}, … for n a power of two, else filled up from the next power's odd terms."""
+    if heads < 1:
+        raise ValueError(f"heads is {heads}; ALiBi needs at least 1 head")
+    power = 2 ** int(np.floor(np.log2(heads)))
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    extra = 2.0 ** (-4.0 * np.arange(1, 2 * power + 1, 2) / power)
+    return np.concatenate([slopes, extra])[:heads]
+
+
 @dataclass(frozen=True)
 class IdentityShape(AttentionShape):
     """Every location attends to itself alone: Value-SkipInit at initialisation. Sec. 3.1.
@@ -137,6 +156,40 @@ class ExponentialShape(AttentionShape):
 
 
 @dataclass(frozen=True)
+class SymmetricExponentialShape(AttentionShape):
+    """Non-causal E-SPA, A = Σ(γ')^{½} Σ(γ)^{−½}, by eigendecomposition: it has no closed form. App. A.
+
+    Departs: the paper checks non-negativity by experiment; rounding-sized negative entries (≤ 1e-12) become 0 here,
+    and anything larger is refused.
+    """
+
+    step: ExponentialStep
+    repeat_rate: float = 0.0
+    causal: bool = False
+
+    def __post_init__(self):
+        check_repeat_rate(self.repeat_rate)
+
+    def compact(self, length: int) -> CompactBias:
+        raise ValueError("non-causal E-SPA has no O(T) form; use its dense table: bias(length) and row_scale(length)")
+
+    def bias(self, length: int) -> np.ndarray:
+        return _log_rows(self.dense(length))
+
+    def row_scale(self, length: int) -> np.ndarray:
+        return self.dense(length).sum(axis=-1)
+
+    def dense(self, length: int) -> np.ndarray:
+        root_in = kernels.symmetric_root(kernels.exponential(self.step.gamma_in, length))
+        root_out = kernels.symmetric_root(kernels.exponential(self.step.gamma_out, length))
+        matrix = np.linalg.solve(root_in, root_out).T
+        average = kernels.uniform(self.repeat_rate, length)
+        norm_in, norm_out = (np.sqrt(np.diagonal(root @ average @ root)) for root in (root_in, root_out))
+        instead = f"decay rates above {self.step.gamma_out:g}, at which {length} locations coincide to rounding"
+        return non_negative(matrix * norm_in[None, :] / norm_out[:, None], "non-causal E-SPA", instead)
+
+
+@dataclass(frozen=True)
 class UniformShape(AttentionShape):
     """Causal U-SPA between two uniform correlations. Thm 1."""
 
@@ -176,50 +229,6 @@ class SymmetricUniformShape(AttentionShape):
     def dense(self, length: int) -> np.ndarray:
         kappa, spread = uniform.symmetric_factors(self.rho_in, self.rho_out, check_length(length))
         return kappa * np.eye(length) + spread
-
-
-def alibi_slopes(heads: int) -> np.ndarray:
-    """ALiBi's slopes: 2^{−8/n}, 2^{−16/n}, … for n a power of two, else filled up from the next power's odd terms."""
-    if heads < 1:
-        raise ValueError(f"heads is {heads}; ALiBi needs at least 1 head")
-    power = 2 ** int(np.floor(np.log2(heads)))
-    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
-    extra = 2.0 ** (-4.0 * np.arange(1, 2 * power + 1, 2) / power)
-    return np.concatenate([slopes, extra])[:heads]
-
-
-@dataclass(frozen=True)
-class SymmetricExponentialShape(AttentionShape):
-    """Non-causal E-SPA, A = Σ(γ')^{½} Σ(γ)^{−½}, by eigendecomposition: it has no closed form. App. A.
-
-    Departs: the paper checks non-negativity by experiment; rounding-sized negative entries (≤ 1e-12) become 0 here,
-    and anything larger is refused.
-    """
-
-    step: ExponentialStep
-    repeat_rate: float = 0.0
-    causal: bool = False
-
-    def __post_init__(self):
-        check_repeat_rate(self.repeat_rate)
-
-    def compact(self, length: int) -> CompactBias:
-        raise ValueError("non-causal E-SPA has no O(T) form; use its dense table: bias(length) and row_scale(length)")
-
-    def bias(self, length: int) -> np.ndarray:
-        return _log_rows(self.dense(length))
-
-    def row_scale(self, length: int) -> np.ndarray:
-        return self.dense(length).sum(axis=-1)
-
-    def dense(self, length: int) -> np.ndarray:
-        root_in = kernels.symmetric_root(kernels.exponential(self.step.gamma_in, length))
-        root_out = kernels.symmetric_root(kernels.exponential(self.step.gamma_out, length))
-        matrix = np.linalg.solve(root_in, root_out).T
-        average = kernels.uniform(self.repeat_rate, length)
-        norm_in, norm_out = (np.sqrt(np.diagonal(root @ average @ root)) for root in (root_in, root_out))
-        instead = f"decay rates above {self.step.gamma_out:g}, at which {length} locations coincide to rounding"
-        return non_negative(matrix * norm_in[None, :] / norm_out[:, None], "non-causal E-SPA", instead)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,16 @@
-"""DKS and TAT: constants that shape an activation's maps, and which of TAT's solutions to take."""
+"""DKS and TAT: from a target for the whole network to the constants of a shaped activation.
+
+Both methods ask an activation φ̂(x) = γ(φ(αx + β) + δ) to keep unit variance and to keep it stably, Q(1) = 1 and
+Q'(1) = 1, and then spend the last two degrees of freedom on the C map of the network f of `depth` nonlinearities:
+
+    DKS (Martens et al. 2021):  C(0) = 0,   and C'_f(1) = ξ: orthogonal inputs stay so, all others part slowly;
+    TAT (Zhang et al. 2022):    C'(1) = 1,  and C''_f(1) = τ (smooth φ) or C_f(0) = η (leaky ReLU).
+
+A block with normalised skips, α_s² + β_s² = 1, maps c ↦ α_s²c + β_s²C(c); α_s is `skip_weight` here, 0 without skips.
+
+Departs: the two papers bound the target over every subnetwork, the residual branch alone included; here the network
+itself meets it. The two agree without skips.
+"""
 
 import math
 from collections.abc import Callable
@@ -17,17 +29,8 @@ _SHIFTS = np.linspace(-4.0, 4.0, 161)  # where β₀ is looked for
 _STEP, _FINEST_STEP = math.log(2), 1e-4  # growth of log s between two solutions: the first tried, and the last
 _ACCURACY = 1e-11
 _LARGEST_SCALE = 8.0  # α beyond which φ(αx + β) is a kink or a step in all but name
-
 ShiftRule = Callable[[ShapedActivation], float]
 Measure = Callable[[ShapedActivation], float]
-
-
-class BranchEnd(Exception):
-    """The branch turns back, or passes α = 8, before the nonlinearity asked for; `strength` is the largest on it."""
-
-    def __init__(self, strength: float) -> None:
-        super().__init__(f"no solution beyond nonlinearity {strength:g}")
-        self.strength = strength
 
 
 class TooFewLayers(ValueError):
@@ -36,106 +39,6 @@ class TooFewLayers(ValueError):
     def __init__(self, message: str, largest_xi: float) -> None:
         super().__init__(message)
         self.largest_xi = largest_xi
-
-
-def centred(raw: ShapedActivation) -> float:
-    """δ with E[φ̂] = 0, which is C(0) = 0: the rule of DKS."""
-    return -_mean(raw, raw)
-
-
-def unit_slope(raw: ShapedActivation) -> float:
-    """δ with E[φ̂'²] = E[φ̂²], which is C'(1) = 1: the rule of TAT.
-
-    (E[φ] + δ)² = E[φ'²] − Var φ, never negative (Poincaré). Of the two signs, that of E[φ''].
-    """
-    mean = _mean(raw, raw)
-    excess = _mean(raw, lambda x: raw.derivative(x) ** 2 - (raw(x) - mean) ** 2)
-    bend = _mean(raw, lambda x: raw.derivative(x, order=2))
-    return -mean + math.copysign(math.sqrt(max(excess, 0.0)), bend)
-
-
-def _mean(raw: ShapedActivation, f: Callable[[np.ndarray], np.ndarray]) -> float:
-    """E[f(z)] for an f made of `raw`."""
-    return float(local_maps.expectation(f, order=local_maps.order_for(raw.input_scale)))
-
-
-class Branch:
-    """Shaped activations of one smooth `base`, indexed by their nonlinearity s = `measure`(φ̂) > 0.
-
-    `shift_rule` gives δ from φ(αx + β). Solved points are remembered, so that a search along the branch is cheap.
-    """
-
-    def __init__(self, base: str, shift_rule: ShiftRule, measure: Measure) -> None:
-        self.base, self.shift_rule, self.measure = base, shift_rule, measure
-        self._solved: dict[float, np.ndarray] = {}
-
-    def solve(self, strength: float) -> ShapedActivation:
-        """φ̂ with Q(1) = 1, Q'(1) = 1, `shift_rule` and `measure`(φ̂) = `strength`, all to 1e-11; `BranchEnd` if none."""
-        if not self._solved:
-            weakest = min(strength, _WEAK_STRENGTH)
-            self._accept(weakest, self._linear_limit(weakest))
-        known = [s for s in self._solved if s <= strength]
-        s = max(known) if known else min(self._solved)
-        step = _STEP
-        while s != strength:
-            move = np.clip(math.log(strength / s), -step, step)
-            trial = strength if abs(move) < step else s * math.exp(move)
-            if self._accept(trial, self._solved[s] + [0.5 * move, 0.0]):
-                s = trial
-            elif (step := step / 2) < _FINEST_STEP:
-                raise BranchEnd(s)
-        return self._shape(self._solved[s])
-
-    def _shape(self, point: np.ndarray) -> ShapedActivation:
-        raw = ShapedActivation(self.base, input_scale=math.exp(point[0]), input_shift=point[1])
-        shifted = replace(raw, output_shift=self.shift_rule(raw))
-        return replace(shifted, output_scale=local_maps.variance_gain(shifted))
-
-    def _accept(self, strength: float, guess: np.ndarray) -> bool:
-        """Solve for (log α, β) from `guess`, and remember the root if it is one and belongs to the same branch."""
-
-        def residual(point: np.ndarray) -> np.ndarray:
-            point = np.minimum(point, [math.log(2 * _LARGEST_SCALE), np.inf])  # where a wild step may not follow
-            shaped = self._shape(point)
-            return np.array([local_maps.q_slope(shaped) - 1, self.measure(shaped) - strength]) / strength
-
-        found = scipy.optimize.root(residual, guess, method="hybr", options={"xtol": 1e-13})
-        same_branch = np.abs(found.x - guess).max() < 0.5 and found.x[0] < math.log(_LARGEST_SCALE)
-        if same_branch and np.abs(found.fun).max() * strength < _ACCURACY:
-            self._solved[strength] = found.x
-            return True
-        return False
-
-    def _linear_limit(self, strength: float) -> np.ndarray:
-        """(log α, β₀) for a small `strength`: β₀ is the root nearest 0 of Q'(1) = 1 at small α, and s ∝ α²."""
-
-        def weak(beta: float) -> ShapedActivation:
-            return self._shape(np.array([math.log(_WEAK_SCALE), beta]))
-
-        def excess(beta: float) -> float:
-            return (float(local_maps.q_slope(weak(beta))) - 1) / _WEAK_SCALE**2
-
-        values = np.array([excess(beta) for beta in _SHIFTS])
-        changes = np.flatnonzero(np.sign(values[:-1]) != np.sign(values[1:]))
-        shifts = [scipy.optimize.brentq(excess, _SHIFTS[i], _SHIFTS[i + 1]) for i in changes]
-        beta = min(shifts, key=lambda b: (round(abs(b), 6), -b))
-        return np.array([math.log(_WEAK_SCALE) + 0.5 * math.log(strength / self.measure(weak(beta))), beta])
-
-
-def local_slope(depth: int, xi: float, skip_weight: float = 0.0) -> float:
-    """ψ = C'(1) of one activation such that the network has C'_f(1) = (α_s² + (1−α_s²)ψ)^L = ξ."""
-    _check_network(depth, skip_weight)
-    if not 1 < xi < math.inf:
-        raise ValueError(f"DKS needs xi > 1, got {xi}: at 1 the network is linear. The paper uses 5")
-    return 1 + math.expm1(math.log(xi) / depth) / (1 - skip_weight**2)
-
-
-def local_curvature(depth: int, tau: float, skip_weight: float = 0.0) -> float:
-    """κ = C''(1) of one activation such that, with C'(1) = 1, the network has C''_f(1) = L(1−α_s²)κ = τ."""
-    _check_network(depth, skip_weight)
-    if not 0 < tau < math.inf:
-        raise ValueError(f"TAT needs tau > 0, got {tau}: at 0 the network is linear. The usual value is 0.3")
-    return tau / (depth * (1 - skip_weight**2))
 
 
 def dks(base: str, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> ShapedActivation:
@@ -218,6 +121,22 @@ def tat_leaky_relu(depth: int, eta: float = 0.9, skip_weight: float = 0.0) -> Sh
     return leaky(scipy.optimize.brentq(surplus, 0.0, 1.0, xtol=1e-15))
 
 
+def local_slope(depth: int, xi: float, skip_weight: float = 0.0) -> float:
+    """ψ = C'(1) of one activation such that the network has C'_f(1) = (α_s² + (1−α_s²)ψ)^L = ξ."""
+    _check_network(depth, skip_weight)
+    if not 1 < xi < math.inf:
+        raise ValueError(f"DKS needs xi > 1, got {xi}: at 1 the network is linear. The paper uses 5")
+    return 1 + math.expm1(math.log(xi) / depth) / (1 - skip_weight**2)
+
+
+def local_curvature(depth: int, tau: float, skip_weight: float = 0.0) -> float:
+    """κ = C''(1) of one activation such that, with C'(1) = 1, the network has C''_f(1) = L(1−α_s²)κ = τ."""
+    _check_network(depth, skip_weight)
+    if not 0 < tau < math.inf:
+        raise ValueError(f"TAT needs tau > 0, got {tau}: at 0 the network is linear. The usual value is 0.3")
+    return tau / (depth * (1 - skip_weight**2))
+
+
 def _dks_leaky_relu(excess: float) -> ShapedActivation:
     """a from C'(1) = ψ. With no input shift and δ = −E[φ], Q'(1) = 1 holds by homogeneity, and
 
@@ -233,6 +152,82 @@ def _dks_leaky_relu(excess: float) -> ShapedActivation:
     return ShapedActivation(
         "leaky_relu", output_shift=-mean, output_scale=1 / math.sqrt(second - mean**2), negative_slope=a
     )
+
+
+class BranchEnd(Exception):
+    """The branch turns back, or passes α = 8, before the nonlinearity asked for; `strength` is the largest on it."""
+
+    def __init__(self, strength: float) -> None:
+        super().__init__(f"no solution beyond nonlinearity {strength:g}")
+        self.strength = strength
+
+
+class Branch:
+    """Shaped activations of one smooth `base`, indexed by their nonlinearity s = `measure`(φ̂) > 0.
+
+    DKS and TAT give four equations for (α, β, δ, γ). γ follows from Q(1) = 1 and δ from the condition on C(0) or C'(1),
+    in closed form; what remains is (α, β) from Q'(1) = 1 and a measure of nonlinearity, C'(1) − 1 or C''(1). That pair
+    has many roots. The right one is picked by continuation: as the nonlinearity s → 0, α ~ √s and β → β₀, a root of
+    Q'(1) = 1 at vanishing α; from there the root is followed up to the s that was asked for.
+
+    `shift_rule` gives δ from φ(αx + β). Solved points are remembered, so that a search along the branch is cheap.
+    """
+
+    def __init__(self, base: str, shift_rule: ShiftRule, measure: Measure) -> None:
+        self.base, self.shift_rule, self.measure = base, shift_rule, measure
+        self._solved: dict[float, np.ndarray] = {}
+
+    def solve(self, strength: float) -> ShapedActivation:
+        """φ̂ with Q(1) = 1, Q'(1) = 1, `shift_rule` and `measure`(φ̂) = `strength`, all to 1e-11; `BranchEnd` if none."""
+        if not self._solved:
+            weakest = min(strength, _WEAK_STRENGTH)
+            self._accept(weakest, self._linear_limit(weakest))
+        known = [s for s in self._solved if s <= strength]
+        s = max(known) if known else min(self._solved)
+        step = _STEP
+        while s != strength:
+            move = np.clip(math.log(strength / s), -step, step)
+            trial = strength if abs(move) < step else s * math.exp(move)
+            if self._accept(trial, self._solved[s] + [0.5 * move, 0.0]):
+                s = trial
+            elif (step := step / 2) < _FINEST_STEP:
+                raise BranchEnd(s)
+        return self._shape(self._solved[s])
+
+    def _shape(self, point: np.ndarray) -> ShapedActivation:
+        raw = ShapedActivation(self.base, input_scale=math.exp(point[0]), input_shift=point[1])
+        shifted = replace(raw, output_shift=self.shift_rule(raw))
+        return replace(shifted, output_scale=local_maps.variance_gain(shifted))
+
+    def _accept(self, strength: float, guess: np.ndarray) -> bool:
+        """Solve for (log α, β) from `guess`, and remember the root if it is one and belongs to the same branch."""
+
+        def residual(point: np.ndarray) -> np.ndarray:
+            point = np.minimum(point, [math.log(2 * _LARGEST_SCALE), np.inf])  # where a wild step may not follow
+            shaped = self._shape(point)
+            return np.array([local_maps.q_slope(shaped) - 1, self.measure(shaped) - strength]) / strength
+
+        found = scipy.optimize.root(residual, guess, method="hybr", options={"xtol": 1e-13})
+        same_branch = np.abs(found.x - guess).max() < 0.5 and found.x[0] < math.log(_LARGEST_SCALE)
+        if same_branch and np.abs(found.fun).max() * strength < _ACCURACY:
+            self._solved[strength] = found.x
+            return True
+        return False
+
+    def _linear_limit(self, strength: float) -> np.ndarray:
+        """(log α, β₀) for a small `strength`: β₀ is the root nearest 0 of Q'(1) = 1 at small α, and s ∝ α²."""
+
+        def weak(beta: float) -> ShapedActivation:
+            return self._shape(np.array([math.log(_WEAK_SCALE), beta]))
+
+        def excess(beta: float) -> float:
+            return (float(local_maps.q_slope(weak(beta))) - 1) / _WEAK_SCALE**2
+
+        values = np.array([excess(beta) for beta in _SHIFTS])
+        changes = np.flatnonzero(np.sign(values[:-1]) != np.sign(values[1:]))
+        shifts = [scipy.optimize.brentq(excess, _SHIFTS[i], _SHIFTS[i + 1]) for i in changes]
+        beta = min(shifts, key=lambda b: (round(abs(b), 6), -b))
+        return np.array([math.log(_WEAK_SCALE) + 0.5 * math.log(strength / self.measure(weak(beta))), beta])
 
 
 def _tat_eta(branch: Branch, depth: int, eta: float, skip_weight: float) -> ShapedActivation:
@@ -263,6 +258,27 @@ def _eta_out_of_reach(base: str, eta: float, depth: int, largest: float) -> Valu
         f"TAT with base={base!r} cannot reach eta={eta:g} in {depth} layers: C_f(0) lies in (0, {largest:.4g}]. "
         "Take eta in that range, or more layers for a larger one"
     )
+
+
+def centred(raw: ShapedActivation) -> float:
+    """δ with E[φ̂] = 0, which is C(0) = 0: the rule of DKS."""
+    return -_mean(raw, raw)
+
+
+def unit_slope(raw: ShapedActivation) -> float:
+    """δ with E[φ̂'²] = E[φ̂²], which is C'(1) = 1: the rule of TAT.
+
+    (E[φ] + δ)² = E[φ'²] − Var φ, never negative (Poincaré). Of the two signs, that of E[φ''].
+    """
+    mean = _mean(raw, raw)
+    excess = _mean(raw, lambda x: raw.derivative(x) ** 2 - (raw(x) - mean) ** 2)
+    bend = _mean(raw, lambda x: raw.derivative(x, order=2))
+    return -mean + math.copysign(math.sqrt(max(excess, 0.0)), bend)
+
+
+def _mean(raw: ShapedActivation, f: Callable[[np.ndarray], np.ndarray]) -> float:
+    """E[f(z)] for an f made of `raw`."""
+    return float(local_maps.expectation(f, order=local_maps.order_for(raw.input_scale)))
 
 
 def _check_shapeable(base: str) -> None:

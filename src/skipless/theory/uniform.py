@@ -12,10 +12,13 @@ U and W vanish as n → ∞ and fall by positive steps, so both are sums of posi
 and each bracket is 2(y−x) over positive factors because P_{n−1}Q_{n+1} − P_{n+1}Q_{n−1} = 2(y−x).
 """
 
+from typing import Literal
+
 import numpy as np
 
-from skipless.theory.feasibility import check_correlation
+from skipless.theory.feasibility import check_correlation, check_depth, check_skip_weight, check_uniform_skip
 
+UniformSchedule = Literal["linear", "geometric"]
 # From this location on the elementary tail below is accurate to 1e-12; sums run down from here.
 _TAIL_START = 16384
 # Below this ρ_in, W/U ≤ n ρ_in is nothing beside U's rounding at any length, and 1/ρ_in would overflow.
@@ -136,3 +139,33 @@ def _sum_before(values: np.ndarray) -> np.ndarray:
     sums = np.zeros_like(values)
     np.cumsum(values[..., :-1, :], axis=-2, out=sums[..., 1:, :])
     return sums
+
+
+def uniform_steps(
+    rho_final: float, depth: int, rho_initial: float, schedule: UniformSchedule, skip_weight: float = 0.0
+) -> list[tuple[float, float]]:
+    """(ρ_in, ρ_out) per block; with a normalised skip α, ρ_out is the residual branch's (ρ_l−α²ρ_{l−1})/(1−α²)."""
+    check_skip_weight(skip_weight)
+    rho = correlations(rho_final, depth, rho_initial, schedule)
+    residual = rho[:-1] + np.diff(rho) / (1.0 - skip_weight**2)
+    check_uniform_skip(float(residual.max()), rho_final, depth, skip_weight, rho_initial, schedule)
+    return [(float(before), float(after)) for before, after in zip(rho[:-1], residual, strict=True)]
+
+
+def correlations(rho_final: float, depth: int, rho_initial: float, schedule: UniformSchedule) -> np.ndarray:
+    """ρ_0 … ρ_L: linear in depth (App. C), or "geometric", where 1−ρ_l falls by the same factor in every block."""
+    check_depth(depth)
+    check_correlation("rho_initial", rho_initial)
+    check_correlation("rho_final", rho_final)
+    if rho_final <= rho_initial:
+        raise ValueError(
+            f"rho_final={rho_final} is not above the input's correlation {rho_initial} (the repeat rate); "
+            f"correlations must rise with depth (Thm 1): use rho_final > {rho_initial}"
+        )
+    share = np.arange(depth + 1, dtype=np.float64) / depth
+    if schedule == "linear":
+        return rho_initial + share * (rho_final - rho_initial)
+    if schedule == "geometric":
+        fall = np.log1p(-rho_final) - np.log1p(-rho_initial)
+        return -np.expm1(np.log1p(-rho_initial) + share * fall)
+    raise ValueError(f"schedule is {schedule!r}; it must be 'linear' or 'geometric'")
