@@ -129,7 +129,7 @@ def test_a_deep_network_has_xi_5_in_silence(caplog):
 
 def test_a_short_name_is_wikitext103s_and_the_log_says_so(caplog):
     assert preset("e-spa", width=256) == preset("wikitext103/e-spa", width=256)
-    assert caplog.messages == ["e-spa is the preset wikitext103/e-spa (not c4/e-spa)"]
+    assert caplog.messages == ["e-spa is the preset wikitext103/e-spa (not c4/e-spa, mirrored/e-spa)"]
 
 
 def test_mirrored_mlps_take_plain_gelu_unless_told_otherwise():

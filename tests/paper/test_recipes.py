@@ -11,7 +11,9 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.model.config import ModelConfig
+from skipless.paper.experiments import SCALES, Text
 from skipless.paper.recipes import _path_of, plan, recipe, train, with_data
+from skipless.paper.tables import TABLES
 from skipless.training.config import DataConfig, OptimizerConfig, TrainConfig
 from skipless.training.run import read_experiment
 
@@ -65,7 +67,7 @@ def test_every_field_has_one_plain_name():
     assert [_path_of(experiment, name) for name in ("depth", "steps", "rate", "optimizer", "name", "gamma_final")] == [
         "model.depth", "train.steps", "optimizer.rate", "optimizer.name", "name", "model.scheme.gamma_final",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"no setting 'step'; did you mean 'steps'\?"):
+    with pytest.raises(ValueError, match=r"no setting 'step'; did you mean 'steps'"):
         train("e-spa", step=3)
     with pytest.raises(ValueError, match="no setting 'gamma_final'"):
         train("pre-ln", gamma_final=0.2)
@@ -101,3 +103,16 @@ def test_validation_text_is_prepared_beforehand(tmp_path):
     with pytest.raises(ValueError, match=r"text\.txt is not a prepared folder"):
         with_data(experiment.override(f"data.valid={text}"), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"), [("mirrored", "mirrored-identity/muon"), ("mirrored/e-spa-values", "mirrored/muon")]
+)
+def test_a_mirrored_recipe_is_the_run_that_was_measured(name, arm):
+    """The rates of results/mirrored-small.md, at its size and on its text."""
+    text = Text("train-00", 32_000, 0.008, 7.5206, 28_887_622, "830a93a67e30")
+    measured = TABLES["mirrored"].arm(arm).experiment(SCALES["small"], text, 2e-3, embedding_rate=1e-2)
+    found = recipe(name)
+    assert (found.model, found.optimizer) == (measured.model, measured.optimizer)
+    assert (found.train.steps, found.train.batch_size, found.train.length) == (1500, 32, 256)
+    assert found.train.warmup == measured.train.warmup

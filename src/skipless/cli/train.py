@@ -14,6 +14,8 @@ def command(
     ] = "",
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/RECIPE.")] = None,
     data: Annotated[Path | None, typer.Option(help="A folder made by `skipless prepare`.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Blocks. Short for --set model.depth=…")] = None,
+    width: Annotated[int | None, typer.Option(help="Width. Short for --set model.width=…")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Any field: --set train.steps=500.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run in the folder stopped.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
@@ -32,7 +34,8 @@ def command(
     from skipless.paper.recipes import plan, with_data
     from skipless.training.config import split_assignments
 
-    values = split_assignments(set_ or [])
+    sizes = {"model.depth": depth, "model.width": width}
+    values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])
     experiment, given = plan(recipe, data)
     experiment, given = experiment.with_fields(values), given.union(values)
     if not show or experiment.data.folder is not None:

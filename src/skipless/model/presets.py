@@ -1,4 +1,4 @@
-"""Every named model of the paper: preset("wikitext103/e-spa"), preset("c4/pre-ln"), preset("depth/e-spa-108")."""
+"""Named networks: the paper's, such as preset("wikitext103/e-spa"), "c4/pre-ln" or "depth/e-spa-108"; and mirrored."""
 
 import logging
 from collections.abc import Callable
@@ -23,9 +23,11 @@ def preset(name: str, **changes) -> ModelConfig:
 
 
 def full_name(name: str) -> str:
-    """The name of a preset with its group: a short one is wikitext103's, and the log says so."""
+    """The name of a preset with its group: a short one is wikitext103's, and the log says so. "mirrored" is E-SPA's."""
     if name in PRESETS:
         return name
+    if name == "mirrored":
+        return "mirrored/e-spa"
     if (full := f"wikitext103/{name}") in PRESETS:
         others = [known for known in PRESETS if known != full and known.endswith(f"/{name}")]
         logger.warning("%s is the preset %s%s", name, full, f" (not {', '.join(others)})" if others else "")
@@ -144,12 +146,23 @@ def _depth_presets() -> dict[str, Callable[..., ModelConfig]]:
     return {f"e-spa-{depth}": _wikitext103(scheme, width=512, depth=depth) for depth in (36, 72, 108)}
 
 
+def _mirrored_presets() -> dict[str, Callable[..., ModelConfig]]:
+    """Ours: vanilla E-SPA whose MLPs start exactly linear, at the size it was measured at, 36 blocks × 256, T = 256.
+
+    W_V and W_O are left out; "e-spa-values" has them. See docs/derivations.md.
+    """
+    scheme = ExponentialSPA(0.05, REPEAT_RATE)
+    base = {"depth": 36, "width": 256, "heads": 4, "length": 256, "scheme": scheme, "mlp_init": "mirrored"}
+    return {"e-spa": _builder({**base, "value_output": "identity"}), "e-spa-values": _builder(base)}
+
+
 PRESETS: dict[str, Callable[..., ModelConfig]] = {
     f"{group}/{name}": build
     for group, members in (
         ("wikitext103", _wikitext103_presets()),
         ("c4", _c4_presets()),
         ("depth", _depth_presets()),
+        ("mirrored", _mirrored_presets()),
     )
     for name, build in members.items()
 }
