@@ -211,10 +211,10 @@ def test_lengths_around_the_block_size():
 def test_speed_at_length_512():
     kernel = random_kernel(512)
     kernel_map(DKS_GELU, kernel)
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(12):
         kernel_map(DKS_GELU, kernel)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @pytest.mark.parametrize(

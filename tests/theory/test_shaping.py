@@ -115,9 +115,9 @@ def test_branches_start_at_the_predicted_shift():
 @pytest.mark.parametrize("base", ["gelu", "tanh", "softplus"])
 def test_a_solve_takes_less_than_a_second(base):
     for solve in (lambda: dks(base, 36), lambda: tat(base, 36), lambda: tat(base, 36, eta=0.8)):
-        start = time.perf_counter()
+        start = time.process_time()
         solve()
-        assert time.perf_counter() - start < 1.0
+        assert time.process_time() - start < 1.0
 
 
 @pytest.fixture(scope="module")
