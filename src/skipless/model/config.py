@@ -1,8 +1,6 @@
 """ModelConfig: everything that defines a network, frozen, checked, and plain JSON.
 
-What a ModelConfig may hold. Every refusal has the value seen, the rule, and a value that works.
-
-ModelConfig: everything that defines a network, frozen, checked, and plain JSON.
+Every refusal names the value seen, the rule, and a value that works.
 """
 
 import dataclasses
@@ -22,127 +20,8 @@ from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, Value
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
 
 logger = logging.getLogger("skipless")
-
-_LEAST = {"vocab_size": 1, "width": 1, "depth": 1, "heads": 1, "kv_heads": 1, "hidden": 0, "length": 1, "classes": 0}
-_CHOICES = {
-    "norm": ("none", "pre", "post"),
-    "position": ("rope", "relative", "none"),
-    "query_key": ("zero-query", "zero-key", "small", "normal"),
-    "init": ("orthogonal", "gaussian"),
-    "head": ("lm", "token", "pooled"),
-    "bias_gain": (True, False),
-    "mlp_bias": (True, False),
-    "causal": (True, False),
-    "mlp_init": (None, "mirrored"),
-    "value_output": ("trained", "identity"),
-}
-
-
-def check_names(kind: Any, data: Mapping[str, Any]) -> None:
-    """Refuse names that are no fields of the dataclass, with the nearest one that is."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"a {kind.__name__} is read from a mapping of its fields, not from {type(data).__name__}")
-    known = {f.name for f in fields(kind)}
-    for name in data:
-        if name not in known:
-            raise ValueError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
-
-
-def whole_numbers(config: "ModelConfig") -> dict[str, int]:
-    """All sizes that were given, as Python's integers: numpy's are no JSON, and 36.0 blocks cannot be counted."""
-    given = {name: getattr(config, name) for name in _LEAST}
-    derived = ("kv_heads", "hidden")
-    return {name: _whole(name, value) for name, value in given.items() if not (value is None and name in derived)}
-
-
-def _whole(name: str, value: Any) -> int:
-    number = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
-    if number is None or number < _LEAST[name]:
-        meaning = ", which means no MLPs" if name == "hidden" else ""
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {_LEAST[name]}{meaning}")
-    return number
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def check_sizes(config: "ModelConfig") -> None:
-    """Refuse sizes that do not go together."""
-    if config.width % config.heads:
-        near = round(config.width / config.heads) * config.heads
-        raise ValueError(f"width={config.width} is not a multiple of heads={config.heads}; the nearest is {near}")
-    if config.heads % (config.kv_heads or config.heads):
-        raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
-    if config.position == "rope" and (config.width // config.heads) % 2:
-        raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
-    if config.value_output == "identity" and config.kv_heads != config.heads:
-        raise ValueError(
-            f"kv_heads={config.kv_heads} with value_output='identity': values are then all {config.heads} heads of the "
-            f"input, and the kernels of attention take as many key heads; use kv_heads={config.heads}"
-        )
-    alibi = getattr(config.scheme, "alibi_heads", 0)
-    if alibi and alibi != config.heads:
-        raise ValueError(f"alibi_heads={alibi} differs from heads={config.heads}; use alibi_heads={config.heads}")
-
-
-def check_choices(config: "ModelConfig") -> None:
-    """Refuse words that are not known, numbers that cannot be, and fields that contradict each other."""
-    for name, allowed in _CHOICES.items():
-        value = getattr(config, name)
-        if not any(value is one if isinstance(one, bool) else value == one for one in allowed):
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-    if not (_finite(config.rope_base) and config.rope_base > 0):
-        raise ValueError(f"rope_base is {config.rope_base!r}; it must be finite and above 0 (10000 is usual)")
-    if not _finite(config.query_key_scale):
-        raise ValueError(f"query_key_scale is {config.query_key_scale!r}; it must be a finite number (0.1 is usual)")
-    skip = config.attention_skip
-    if config.preserves_signal and abs(skip.shortcut**2 + skip.residual**2 - 1.0) > 1e-9:
-        raise ValueError(
-            f"{type(config.scheme).__name__} with attention_skip=({skip.shortcut}, {skip.residual}): SPA needs a "
-            "normalised skip, α²+β²=1; use Skip.normalised(α), or Skip() for none"
-        )
-    if config.head != "lm" and config.classes < 1:
-        raise ValueError(f"head={config.head!r} needs classes ≥ 1, the number of outputs; it is {config.classes}")
-    if config.head == "lm" and config.classes:
-        raise ValueError(
-            f"classes={config.classes} with head='lm', which predicts tokens; use head='token' or 'pooled'"
-        )
-    if config.head == "lm" and not config.causal:
-        raise ValueError(
-            "a non-causal model sees the token it would predict; use head='token' or 'pooled' for encoders"
-        )
-
-
-def check_mirrored(config: "ModelConfig", given: Any) -> None:
-    """Refuse sizes and activations of which no mirrored MLP can be made; `given` is the activation as it was asked for.
-
-    Each direction of the input takes a pair of hidden units, whose difference φ(u) − φ(−u) must be u times a number.
-    """
-    if config.mlp_init != "mirrored" or not config.hidden:
-        return
-    hidden, least = config.hidden, 2 * config.width
-    if hidden % 2:
-        raise ValueError(
-            f"hidden={hidden} is odd, and mirrored units come in pairs; use hidden={max(hidden + 1, least)}"
-        )
-    if hidden < least:
-        raise ValueError(
-            f"hidden={hidden} makes {hidden // 2} mirrored pairs, fewer than the {config.width} directions of the "
-            f"stream, some of which would be lost; use hidden={least} or more"
-        )
-    if not odd_factor(config.shaped_activation):
-        name = given if isinstance(given, str) else config.shaped_activation
-        raise ValueError(
-            f"activation={name!r} with mlp_init='mirrored': φ(x) − φ(−x) must be a multiple of x, so that pairs of "
-            "opposite sign start linear, and here it is not; use 'gelu', 'silu', 'relu', 'leaky_relu' or "
-            "'tat-leaky_relu'"
-        )
-
-
 Position = Literal["rope", "relative", "none"]
 Head = Literal["lm", "token", "pooled"]
-
 SCHEMES: dict[str, type] = {
     "standard": StandardAttention,
     "value-skipinit": ValueSkipInit,
@@ -155,14 +34,13 @@ SCHEMES: dict[str, type] = {
 class ModelConfig:
     """A transformer of the paper or a relative of it. Defaults: vanilla E-SPA, 36 blocks of width 1024.
 
-    activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are what is kept,
-    so that loading needs no solver. None means dks-gelu, with less than ξ = 5 where so few blocks cannot reach it; or
-    plain gelu for mirrored MLPs. hidden=0 means
-    attention-only, with no activation to solve. length is the training length: calibrations and presets use it, and
-    only calibrations "exact" and "mlp-aware" forbid longer sequences. query_key None means zero-query for SPA, normal
-    otherwise. mlp_init None means as `init`; "mirrored" pairs hidden units of opposite sign, so that every MLP starts
-    as an exact rotation of its input (docs/derivations.md). value_output="identity" leaves W_V and W_O out: attention
-    mixes the input itself, split by head.
+    activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are stored, so that
+    loading needs no solver. None means dks-gelu, in networks too shallow for ξ = 5 with the largest ξ that they allow;
+    plain gelu for mirrored MLPs. hidden=0 means attention-only, with no activation to solve. length is the training
+    length: calibrations and presets use it, and only calibrations "exact" and "mlp-aware" forbid longer sequences.
+    query_key None means zero-query for SPA, normal otherwise. mlp_init None means as `init`; "mirrored" pairs hidden
+    units of opposite sign, so that every MLP starts as an exact rotation of its input (docs/derivations.md).
+    value_output="identity" leaves W_V and W_O out: attention mixes the input itself, split by head.
     """
 
     vocab_size: int = 32_000
@@ -192,7 +70,7 @@ class ModelConfig:
 
     def __post_init__(self):
         _check_kinds(self)
-        for name, value in whole_numbers(self).items():
+        for name, value in _whole_numbers(self).items():
             object.__setattr__(self, name, value)
         defaults = {
             "kv_heads": self.heads if self.kv_heads is None else self.kv_heads,
@@ -201,12 +79,12 @@ class ModelConfig:
         }
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
-        check_sizes(self)
-        check_choices(self)
+        _check_sizes(self)
+        _check_choices(self)
         given = self.activation
         if not isinstance(given, ShapedActivation):
             object.__setattr__(self, "activation", _solved_activation(self, given))
-        check_mirrored(self, given)
+        _check_mirrored(self, given)
 
     @property
     def preserves_signal(self) -> bool:
@@ -302,26 +180,6 @@ class ModelConfig:
         return cls.from_dict(json.loads(text))
 
 
-def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
-    """The name to solve again by when what an activation was shaped for changes; None for one of other constants."""
-    if not config.hidden and changes.get("hidden"):
-        raise ValueError(
-            f"hidden becomes {changes['hidden']}, but a network without MLPs has no activation: name one too, such as "
-            "activation='dks-gelu'"
-        )
-    own = config.shaped_activation
-    if not config.hidden or own == ShapedActivation(own.base) or not changes.keys() & {"depth", "mlp_skip", "mlp_init"}:
-        return None
-    for name in (f"dks-{own.base}", f"tat-{own.base}"):
-        with suppress(ValueError):
-            for_what = (config.depth, config.mlp_skip)
-            solved = _default_activation(*for_what)[0] if name == "dks-gelu" else named_activation(name, *for_what)
-            pairs = zip(dataclasses.astuple(solved), dataclasses.astuple(own), strict=True)
-            if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
-                return name
-    return None
-
-
 def _solved_activation(config: ModelConfig, given: str | None) -> ShapedActivation:
     """The activation of a name, or the default: of too few blocks for ξ = 5, with the largest ξ that they allow."""
     if not config.hidden:
@@ -347,11 +205,6 @@ def _default_activation(depth: int, skip: Skip) -> tuple[ShapedActivation, float
         return shaping.dks("gelu", depth, few.largest_xi, weight), few.largest_xi
 
 
-def _skip_weight(skip: Skip) -> float:
-    """The weight that DKS and TAT count with: of a normalised skip; other skips are not counted."""
-    return skip.shortcut if 0.0 < skip.shortcut < 1.0 else 0.0
-
-
 def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
     """ "dks-gelu", "tat-leaky_relu" and so on: shaped for `depth` nonlinearities; a bare name is left as it is."""
     method, _, base = name.rpartition("-")
@@ -368,6 +221,31 @@ def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
         ) from error
 
 
+def _skip_weight(skip: Skip) -> float:
+    """The weight that DKS and TAT count with: of a normalised skip; other skips are not counted."""
+    return skip.shortcut if 0.0 < skip.shortcut < 1.0 else 0.0
+
+
+def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
+    """The name to solve again by when what an activation was shaped for changes; None for one of other constants."""
+    if not config.hidden and changes.get("hidden"):
+        raise ValueError(
+            f"hidden becomes {changes['hidden']}, but a network without MLPs has no activation: name one too, such as "
+            "activation='dks-gelu'"
+        )
+    own = config.shaped_activation
+    if not config.hidden or own == ShapedActivation(own.base) or not changes.keys() & {"depth", "mlp_skip", "mlp_init"}:
+        return None
+    for name in (f"dks-{own.base}", f"tat-{own.base}"):
+        with suppress(ValueError):
+            for_what = (config.depth, config.mlp_skip)
+            solved = _default_activation(*for_what)[0] if name == "dks-gelu" else named_activation(name, *for_what)
+            pairs = zip(dataclasses.astuple(solved), dataclasses.astuple(own), strict=True)
+            if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
+                return name
+    return None
+
+
 def _scheme_from(data: dict[str, Any]) -> Scheme:
     fields = dict(data)
     kind = fields.pop("kind", None)
@@ -375,6 +253,31 @@ def _scheme_from(data: dict[str, Any]) -> Scheme:
         raise ValueError(f"scheme kind is {kind!r}; it must be one of {', '.join(SCHEMES)}")
     check_names(SCHEMES[kind], fields)
     return SCHEMES[kind](**fields)
+
+
+def check_names(kind: Any, data: Mapping[str, Any]) -> None:
+    """Refuse names that are no fields of the dataclass, with the nearest one that is."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a {kind.__name__} is read from a mapping of its fields, not from {type(data).__name__}")
+    known = {f.name for f in fields(kind)}
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
+
+
+_LEAST = {"vocab_size": 1, "width": 1, "depth": 1, "heads": 1, "kv_heads": 1, "hidden": 0, "length": 1, "classes": 0}
+_CHOICES = {
+    "norm": ("none", "pre", "post"),
+    "position": ("rope", "relative", "none"),
+    "query_key": ("zero-query", "zero-key", "small", "normal"),
+    "init": ("orthogonal", "gaussian"),
+    "head": ("lm", "token", "pooled"),
+    "bias_gain": (True, False),
+    "mlp_bias": (True, False),
+    "causal": (True, False),
+    "mlp_init": (None, "mirrored"),
+    "value_output": ("trained", "identity"),
+}
 
 
 def _check_kinds(config: ModelConfig) -> None:
@@ -388,3 +291,95 @@ def _check_kinds(config: ModelConfig) -> None:
     for name in ("attention_skip", "mlp_skip"):
         if not isinstance(value := getattr(config, name), Skip):
             raise ValueError(f"{name} is {value!r}; it must be a Skip, such as Skip.normalised(0.98)")
+
+
+def _whole_numbers(config: ModelConfig) -> dict[str, int]:
+    """All sizes that were given, as Python's integers: numpy's are no JSON, and 36.0 blocks cannot be counted."""
+    given = {name: getattr(config, name) for name in _LEAST}
+    derived = ("kv_heads", "hidden")
+    return {name: _whole(name, value) for name, value in given.items() if not (value is None and name in derived)}
+
+
+def _whole(name: str, value: Any) -> int:
+    number = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if number is None or number < _LEAST[name]:
+        meaning = ", which means no MLPs" if name == "hidden" else ""
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {_LEAST[name]}{meaning}")
+    return number
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Refuse sizes that do not go together."""
+    if config.width % config.heads:
+        near = round(config.width / config.heads) * config.heads
+        raise ValueError(f"width={config.width} is not a multiple of heads={config.heads}; the nearest is {near}")
+    if config.heads % (config.kv_heads or config.heads):
+        raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
+    if config.position == "rope" and (config.width // config.heads) % 2:
+        raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
+    if config.value_output == "identity" and config.kv_heads != config.heads:
+        raise ValueError(
+            f"kv_heads={config.kv_heads} with value_output='identity': values are then all {config.heads} heads of the "
+            f"input, and the kernels of attention take as many key heads; use kv_heads={config.heads}"
+        )
+    alibi = getattr(config.scheme, "alibi_heads", 0)
+    if alibi and alibi != config.heads:
+        raise ValueError(f"alibi_heads={alibi} differs from heads={config.heads}; use alibi_heads={config.heads}")
+
+
+def _check_choices(config: ModelConfig) -> None:
+    """Refuse words that are not known, numbers that cannot be, and fields that contradict each other."""
+    for name, allowed in _CHOICES.items():
+        value = getattr(config, name)
+        if not any(value is one if isinstance(one, bool) else value == one for one in allowed):
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+    if not (_finite(config.rope_base) and config.rope_base > 0):
+        raise ValueError(f"rope_base is {config.rope_base!r}; it must be finite and above 0 (10000 is usual)")
+    if not _finite(config.query_key_scale):
+        raise ValueError(f"query_key_scale is {config.query_key_scale!r}; it must be a finite number (0.1 is usual)")
+    skip = config.attention_skip
+    if config.preserves_signal and abs(skip.shortcut**2 + skip.residual**2 - 1.0) > 1e-9:
+        raise ValueError(
+            f"{type(config.scheme).__name__} with attention_skip=({skip.shortcut}, {skip.residual}): SPA needs a "
+            "normalised skip, α²+β²=1; use Skip.normalised(α), or Skip() for none"
+        )
+    if config.head != "lm" and config.classes < 1:
+        raise ValueError(f"head={config.head!r} needs classes ≥ 1, the number of outputs; it is {config.classes}")
+    if config.head == "lm" and config.classes:
+        raise ValueError(
+            f"classes={config.classes} with head='lm', which predicts tokens; use head='token' or 'pooled'"
+        )
+    if config.head == "lm" and not config.causal:
+        raise ValueError(
+            "a non-causal model sees the token it would predict; use head='token' or 'pooled' for encoders"
+        )
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _check_mirrored(config: ModelConfig, given: Any) -> None:
+    """Refuse sizes and activations of which no mirrored MLP can be made; `given` is the activation as it was asked for.
+
+    Each direction of the input takes a pair of hidden units, whose difference φ(u) − φ(−u) must be u times a number.
+    """
+    if config.mlp_init != "mirrored" or not config.hidden:
+        return
+    hidden, least = config.hidden, 2 * config.width
+    if hidden % 2:
+        raise ValueError(
+            f"hidden={hidden} is odd, and mirrored units come in pairs; use hidden={max(hidden + 1, least)}"
+        )
+    if hidden < least:
+        raise ValueError(
+            f"hidden={hidden} makes {hidden // 2} mirrored pairs, fewer than the {config.width} directions of the "
+            f"stream, some of which would be lost; use hidden={least} or more"
+        )
+    if not odd_factor(config.shaped_activation):
+        name = given if isinstance(given, str) else config.shaped_activation
+        raise ValueError(
+            f"activation={name!r} with mlp_init='mirrored': φ(x) − φ(−x) must be a multiple of x, so that pairs of "
+            "opposite sign start linear, and here it is not; use 'gelu', 'silu', 'relu', 'leaky_relu' or "
+            "'tat-leaky_relu'"
+        )

@@ -38,77 +38,64 @@ from skipless.nn.block import MLP, Block
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.propagation import Skip
 
-
-@dataclass(frozen=True)
-class BlockFold:
-    """One block's weights before and after, and what became of its stream.
-
-    conditions holds the condition number of each matrix that was tried; why_not says why none was taken.
-    """
-
-    weights_before: int
-    weights_after: int
-    stream: str | None
-    conditions: Mapping[Any, float]
-    why_not: str | None = None
-
-    @property
-    def saved(self) -> float:
-        """The fraction of the block's weights that is gone."""
-        return 1.0 - self.weights_after / self.weights_before
-
-
-@dataclass(frozen=True)
-class FoldReport:
-    """Weights are the entries of the blocks' matrices: no embedding, biases or gains. str() is a table."""
-
-    blocks: tuple[BlockFold, ...]
-    max_condition: float
-    dtype: torch.dtype
-
-    @property
-    def weights_before(self) -> int:
-        """Of all blocks, unfolded."""
-        return sum(block.weights_before for block in self.blocks)
-
-    @property
-    def weights_after(self) -> int:
-        """Of all blocks, folded."""
-        return sum(block.weights_after for block in self.blocks)
-
-    @property
-    def saved(self) -> float:
-        """The fraction of all block weights that is gone."""
-        return 1.0 - self.weights_after / self.weights_before
-
-    @property
-    def rounding(self) -> float:
-        """u·κ, u the dtype's unit roundoff and κ the largest condition number folded (1 if none).
-
-        The largest relative error that rounding the stream can put into one block's queries, keys or values.
-        """
-        folded = [block.conditions[block.stream] for block in self.blocks if block.stream is not None]
-        return torch.finfo(self.dtype).eps / 2 * max(folded, default=1.0)
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        lines = [
-            f"{len(self.blocks)} blocks: {self.weights_before:,} weights -> {self.weights_after:,} (-{self.saved:.1%})",
-            f"{dtype}: relative rounding up to {self.rounding:.1e} per block; condition numbers up to "
-            f"{self.max_condition:.1e} allowed",
-            "block  saved  stream  condition",
-        ]
-        for index, block in enumerate(self.blocks):
-            stream = block.stream or "-"
-            condition = f"{block.conditions[block.stream]:.1e}" if block.stream else f"({block.why_not})"
-            lines.append(f"{index:5d}  {block.saved:5.1%}  {stream:6s}  {condition}")
-        return "\n".join(lines)
-
-
 Stream = Literal["query", "key", "value"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-
+Weights = dict[str, Tensor]
 _METADATA = "skipless.folding"
+# A stream of condition number κ amplifies rounding by up to κ: at 1e4 in every block, logits at depth 36 keep 1e-9.
+_LARGEST_CONDITION = 1e4
+
+
+@torch.no_grad()
+def fold(
+    model: Transformer, *, max_condition: float | None = None, streams: Sequence[Stream] = STREAMS
+) -> "FoldedTransformer":
+    """The same function with fewer matrices; its `report` says what was merged. The model given is left alone.
+
+    max_condition bounds the condition number of a matrix that may become the stream. None is 1/√ε of the weights'
+    dtype, which costs at most half its digits, and no more than 1e4 (float32: 2896, float16: 32, bfloat16: 11).
+    streams restricts which of "query", "key" and "value" may: ("query",) is the classical fold, () only merges W_O.
+
+    Products are computed in float64 and rounded once to the weights' dtype. Models with norms or skips are refused.
+    """
+    if isinstance(model, FoldedTransformer):
+        raise ValueError("this model is folded already; fold the Transformer it came from")
+    check_foldable(model.config)
+    if unknown := [name for name in streams if name not in STREAMS]:
+        raise ValueError(f"streams contains {unknown[0]!r}; it may contain {', '.join(map(repr, STREAMS))}")
+    dtype = model.embedding.weight.dtype
+    limit = default_max_condition(dtype) if max_condition is None else max_condition
+    conditions = [_conditions(model, index, streams) for index in range(len(model.blocks))]
+    folding = Folding(model.config, tuple(_best(found, limit) for found in conditions))
+    folded = FoldedTransformer.empty(folding, impl=_attention(model.blocks[0]).options.impl)
+    merged = _merged_state(model, folding)
+    folded.load_state_dict({name: merged[name] for name in folded.state_dict()}, assign=True)
+    folded.report = _report(model, folded, conditions, limit)
+    return folded
+
+
+def default_max_condition(dtype: torch.dtype) -> float:
+    """1/√ε of the dtype, at most 1e4."""
+    return min(torch.finfo(dtype).eps ** -0.5, _LARGEST_CONDITION)
+
+
+def _conditions(model: Transformer, index: int, streams: Sequence[Stream]) -> dict[Stream, float]:
+    """Condition numbers (2-norm) of the matrices that could become block `index`'s stream."""
+    if index == 0:
+        return {}
+    attention = _attention(model.blocks[index])
+    names = [name for name in foldable_streams(model.config) if name in streams]
+    return {name: _condition(_exact(getattr(attention, name).weight)) for name in names}
+
+
+def _condition(matrix: Tensor) -> float:
+    values = torch.linalg.svdvals(matrix)
+    return float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
+
+
+def _best(conditions: dict[Stream, float], limit: float) -> Stream | None:
+    best = min(conditions, key=conditions.__getitem__, default=None)
+    return best if best is not None and conditions[best] <= limit else None
 
 
 @dataclass(frozen=True)
@@ -166,54 +153,6 @@ class Folding:
         return cls(ModelConfig.from_dict(data["config"]), tuple(data["streams"]))
 
 
-class FoldedTransformer(Transformer):
-    """A Transformer whose blocks lack W_O, φ̂'s constants and, where `folding` says so, one of W_Q, W_K and W_V.
-
-    It is called as a Transformer is, caches and layouts included; keys and values in a cache are those of the unfolded
-    model. Its parameters require no gradient: training belongs to the unfolded model, since a step in merged matrices
-    is a step of another network. `config` is the unfolded model's. Built by hand it holds no meaningful weights:
-    `fold` and `load` fill it. `report` is fold's account of what it did, and None in a model that was loaded.
-    """
-
-    report: FoldReport | None = None
-
-    def __init__(self, folding: Folding, *, impl: str = "auto"):
-        super().__init__(folding.config, impl=impl)
-        self.folding = folding
-        for index, stream in enumerate(folding.streams):
-            attention = cast(ShapedAttention, cast(Block, self.blocks[index]).attention.inner)
-            self.blocks[index] = _folded_block(attention, folding, index, stream)
-        self.requires_grad_(False).eval()
-
-    def reset_parameters(self) -> None:
-        """Nothing: merged weights have no initialisation of their own."""
-
-    @classmethod
-    def empty(cls, folding: Folding, *, impl: str = "auto") -> "FoldedTransformer":
-        """The model on the meta device, to be filled by load_state_dict(…, assign=True)."""
-        with torch.device("meta"):
-            return cls(folding, impl=impl)
-
-    def save(self, path: str | Path) -> None:
-        """One safetensors file, with the folding as JSON in its metadata under "skipless.folding"."""
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, path, {"format": "pt", _METADATA: json.dumps(self.folding.to_dict())})
-
-    @classmethod
-    def load(cls, path: str | Path, *, impl: str = "auto", device: str = "cpu") -> "FoldedTransformer":
-        """The model that `save` wrote, in the dtype it was saved in."""
-        with safe_open(path, framework="pt", device=device) as file:
-            text = (file.metadata() or {}).get(_METADATA)
-            if text is None:
-                raise ValueError(
-                    f"{path} has no {_METADATA!r} metadata; only what FoldedTransformer.save wrote loads here"
-                )
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-        model = cls.empty(Folding.from_dict(json.loads(text)), impl=impl)
-        model.load_state_dict(state, assign=True)
-        return model
-
-
 def check_foldable(config: ModelConfig) -> None:
     """Refuse what does not fold: between two matrices that merge there may be neither a norm nor a skip."""
     found = []
@@ -240,74 +179,6 @@ def foldable_streams(config: ModelConfig) -> tuple[Stream, ...]:
     if not config.hidden or config.value_output == "identity":
         return ()
     return STREAMS if config.kv_heads == config.heads else ("query",)
-
-
-def _folded_block(attention: ShapedAttention, folding: Folding, index: int, stream: Stream | None) -> Block:
-    config = folding.config
-    output = None if folding.keeps_output(index) else "output"
-    for gone in (stream, output):
-        if gone is not None:
-            setattr(attention, gone, nn.Identity())
-    mlp = MLP(config.width, config.hidden, folding.activation, folding.mlp_bias) if config.hidden else None
-    return Block.build(attention, mlp, config.width, (Skip(), Skip()), "none")
-
-
-Weights = dict[str, Tensor]
-
-# A stream of condition number κ amplifies rounding by up to κ: at 1e4 in every block, logits at depth 36 keep 1e-9.
-_LARGEST_CONDITION = 1e4
-
-
-@torch.no_grad()
-def fold(
-    model: Transformer, *, max_condition: float | None = None, streams: Sequence[Stream] = STREAMS
-) -> FoldedTransformer:
-    """The same function with fewer matrices; its `report` says what was merged. The model given is left alone.
-
-    max_condition bounds the condition number of a matrix that may become the stream. None is 1/√ε of the weights'
-    dtype, which costs at most half its digits, and no more than 1e4 (float32: 2896, float16: 32, bfloat16: 11).
-    streams restricts which of "query", "key" and "value" may: ("query",) is the classical fold, () only merges W_O.
-
-    Products are computed in float64 and rounded once to the weights' dtype. Models with norms or skips are refused.
-    """
-    if isinstance(model, FoldedTransformer):
-        raise ValueError("this model is folded already; fold the Transformer it came from")
-    check_foldable(model.config)
-    if unknown := [name for name in streams if name not in STREAMS]:
-        raise ValueError(f"streams contains {unknown[0]!r}; it may contain {', '.join(map(repr, STREAMS))}")
-    dtype = model.embedding.weight.dtype
-    limit = default_max_condition(dtype) if max_condition is None else max_condition
-    conditions = [_conditions(model, index, streams) for index in range(len(model.blocks))]
-    folding = Folding(model.config, tuple(_best(found, limit) for found in conditions))
-    folded = FoldedTransformer.empty(folding, impl=_attention(model.blocks[0]).options.impl)
-    merged = _merged_state(model, folding)
-    folded.load_state_dict({name: merged[name] for name in folded.state_dict()}, assign=True)
-    folded.report = _report(model, folded, conditions, limit)
-    return folded
-
-
-def default_max_condition(dtype: torch.dtype) -> float:
-    """1/√ε of the dtype, at most 1e4."""
-    return min(torch.finfo(dtype).eps ** -0.5, _LARGEST_CONDITION)
-
-
-def _conditions(model: Transformer, index: int, streams: Sequence[Stream]) -> dict[Stream, float]:
-    """Condition numbers (2-norm) of the matrices that could become block `index`'s stream."""
-    if index == 0:
-        return {}
-    attention = _attention(model.blocks[index])
-    names = [name for name in foldable_streams(model.config) if name in streams]
-    return {name: _condition(_exact(getattr(attention, name).weight)) for name in names}
-
-
-def _condition(matrix: Tensor) -> float:
-    values = torch.linalg.svdvals(matrix)
-    return float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
-
-
-def _best(conditions: dict[Stream, float], limit: float) -> Stream | None:
-    best = min(conditions, key=conditions.__getitem__, default=None)
-    return best if best is not None and conditions[best] <= limit else None
 
 
 def _merged_state(model: Transformer, folding: Folding) -> Weights:
@@ -393,6 +264,130 @@ def _key(name: str) -> str:
     """ "query" → "attention.inner.query.weight", "up_bias" → "mlp.inner.up.bias"."""
     layer, _, kind = name.partition("_")
     return f"{'mlp' if layer in ('up', 'down') else 'attention'}.inner.{layer}.{kind or 'weight'}"
+
+
+@dataclass(frozen=True)
+class BlockFold:
+    """One block's weights before and after, and what became of its stream.
+
+    conditions holds the condition number of each matrix that was tried; why_not says why none was taken.
+    """
+
+    weights_before: int
+    weights_after: int
+    stream: str | None
+    conditions: Mapping[Any, float]
+    why_not: str | None = None
+
+    @property
+    def saved(self) -> float:
+        """The fraction of the block's weights that is gone."""
+        return 1.0 - self.weights_after / self.weights_before
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """Weights are the entries of the blocks' matrices: no embedding, biases or gains. str() is a table."""
+
+    blocks: tuple[BlockFold, ...]
+    max_condition: float
+    dtype: torch.dtype
+
+    @property
+    def weights_before(self) -> int:
+        """Of all blocks, unfolded."""
+        return sum(block.weights_before for block in self.blocks)
+
+    @property
+    def weights_after(self) -> int:
+        """Of all blocks, folded."""
+        return sum(block.weights_after for block in self.blocks)
+
+    @property
+    def saved(self) -> float:
+        """The fraction of all block weights that is gone."""
+        return 1.0 - self.weights_after / self.weights_before
+
+    @property
+    def rounding(self) -> float:
+        """u·κ, u the dtype's unit roundoff and κ the largest condition number folded (1 if none).
+
+        The largest relative error that rounding the stream can put into one block's queries, keys or values.
+        """
+        folded = [block.conditions[block.stream] for block in self.blocks if block.stream is not None]
+        return torch.finfo(self.dtype).eps / 2 * max(folded, default=1.0)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        lines = [
+            f"{len(self.blocks)} blocks: {self.weights_before:,} weights -> {self.weights_after:,} (-{self.saved:.1%})",
+            f"{dtype}: relative rounding up to {self.rounding:.1e} per block; condition numbers up to "
+            f"{self.max_condition:.1e} allowed",
+            "block  saved  stream  condition",
+        ]
+        for index, block in enumerate(self.blocks):
+            stream = block.stream or "-"
+            condition = f"{block.conditions[block.stream]:.1e}" if block.stream else f"({block.why_not})"
+            lines.append(f"{index:5d}  {block.saved:5.1%}  {stream:6s}  {condition}")
+        return "\n".join(lines)
+
+
+class FoldedTransformer(Transformer):
+    """A Transformer whose blocks lack W_O, φ̂'s constants and, where `folding` says so, one of W_Q, W_K and W_V.
+
+    It is called as a Transformer is, caches and layouts included; keys and values in a cache are those of the unfolded
+    model. Its parameters require no gradient: training belongs to the unfolded model, since a step in merged matrices
+    is a step of another network. `config` is the unfolded model's. Built by hand it holds no meaningful weights:
+    `fold` and `load` fill it. `report` is fold's account of what it did, and None in a model that was loaded.
+    """
+
+    report: FoldReport | None = None
+
+    def __init__(self, folding: Folding, *, impl: str = "auto"):
+        super().__init__(folding.config, impl=impl)
+        self.folding = folding
+        for index, stream in enumerate(folding.streams):
+            attention = cast(ShapedAttention, cast(Block, self.blocks[index]).attention.inner)
+            self.blocks[index] = _folded_block(attention, folding, index, stream)
+        self.requires_grad_(False).eval()
+
+    def reset_parameters(self) -> None:
+        """Nothing: merged weights have no initialisation of their own."""
+
+    @classmethod
+    def empty(cls, folding: Folding, *, impl: str = "auto") -> "FoldedTransformer":
+        """The model on the meta device, to be filled by load_state_dict(…, assign=True)."""
+        with torch.device("meta"):
+            return cls(folding, impl=impl)
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file, with the folding as JSON in its metadata under "skipless.folding"."""
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, path, {"format": "pt", _METADATA: json.dumps(self.folding.to_dict())})
+
+    @classmethod
+    def load(cls, path: str | Path, *, impl: str = "auto", device: str = "cpu") -> "FoldedTransformer":
+        """The model that `save` wrote, in the dtype it was saved in."""
+        with safe_open(path, framework="pt", device=device) as file:
+            text = (file.metadata() or {}).get(_METADATA)
+            if text is None:
+                raise ValueError(
+                    f"{path} has no {_METADATA!r} metadata; only what FoldedTransformer.save wrote loads here"
+                )
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        model = cls.empty(Folding.from_dict(json.loads(text)), impl=impl)
+        model.load_state_dict(state, assign=True)
+        return model
+
+
+def _folded_block(attention: ShapedAttention, folding: Folding, index: int, stream: Stream | None) -> Block:
+    config = folding.config
+    output = None if folding.keeps_output(index) else "output"
+    for gone in (stream, output):
+        if gone is not None:
+            setattr(attention, gone, nn.Identity())
+    mlp = MLP(config.width, config.hidden, folding.activation, folding.mlp_bias) if config.hidden else None
+    return Block.build(attention, mlp, config.width, (Skip(), Skip()), "none")
 
 
 def _report(
