@@ -54,7 +54,7 @@ def arguments() -> argparse.Namespace:
 def arm_of(name: str) -> Iterator[None]:
     """Within: torch's products ("plain"), those that the library chooses ("symmetric"), or the kernel by a launch."""
     if name == "plain":
-        with patch.object(muon, "applies", lambda x: False):
+        with patch.object(muon, "gram_supports", lambda x: False):
             yield
     elif name == "symmetric":
         yield
@@ -117,7 +117,7 @@ def main() -> None:
         shape = tuple(map(int, size.split("x")))
         x = torch.randn(shape, device=options.device, dtype=torch.bfloat16, generator=generator)
         x /= torch.linalg.matrix_norm(x, keepdim=True)
-        print(f"{size}: the kernel {'serves' if muon.applies(x) else 'does not serve'} these", flush=True)
+        print(f"{size}: the kernel {'serves' if muon.gram_supports(x) else 'does not serve'} these", flush=True)
         for name, task, given, flops in tasks(x):
             plain = 0.0
             for arm in ("plain", *(options.launches or ("symmetric",))):

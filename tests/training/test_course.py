@@ -79,14 +79,14 @@ def halving(experiment):
 def test_a_halved_rate_and_the_validation_outlive_a_stop(every_step, tmp_path, monkeypatch, steps):
     poison(monkeypatch, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.progress.step == 14 else None)
+        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.state.step == 14 else None)
         with pytest.raises(KeyboardInterrupt, match="after step 14"):
             train(halving(every_step), tmp_path / "run", device="cpu", quiet=True)
     steps.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.progress.step == 16 else None)
+        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.state.step == 16 else None)
         restored, honest = [], Trainer.start
-        patch.setattr(Trainer, "start", lambda live: honest(live) or restored.append(live.progress.valid))
+        patch.setattr(Trainer, "start", lambda live: honest(live) or restored.append(live.state.valid))
         with pytest.raises(KeyboardInterrupt, match="after step 16"):
             train(halving(every_step), tmp_path / "run", resume=True, device="cpu", quiet=True)
     np.testing.assert_allclose(

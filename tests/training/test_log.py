@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from skipless.training.distributed import World
-from skipless.training.run import Display, Line, RunFolder
-from skipless.training.trainer import Trainer, flops_per_token
+from skipless.training.run import Display, Line, RunFolder, flops_per_token
+from skipless.training.trainer import Trainer
 
 LINE = Line(10, 5.4321, 5.5, 1e-3, 0.25, 100_000.0)
 

@@ -134,7 +134,7 @@ def test_the_log_of_a_run_that_was_stopped_is_the_uninterrupted_ones(experiment,
     """Stopped after step 8, where no line is due, it logs one, and takes it back when it goes on."""
     train(experiment, tmp_path / "whole", device="cpu", quiet=True)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.progress.step == 8 else None)
+        patch.setattr(trainer, "stop_reason", lambda live, *_: KeyboardInterrupt if live.state.step == 8 else None)
         with pytest.raises(KeyboardInterrupt, match="after step 8"):
             train(experiment, tmp_path / "stopped", device="cpu", quiet=True)
     assert read_metrics(tmp_path / "stopped")[-1]["step"] == 8
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_ruined_already_is_left_behind(experiment, tmp_path
     honest, saves, displays = Trainer.checkpoint, [], []
 
     def ruined(live):
-        saves.append(live.progress.step)
+        saves.append(live.state.step)
         if len(saves) == 1:
             next(live.model.parameters()).data.fill_(float("nan"))
         honest(live)

@@ -5,7 +5,7 @@ import torch
 
 from skipless.ops.gpu import INSTALLED
 from skipless.training.optim import muon
-from skipless.training.optim.muon import COEFFICIENTS, applies, gram, newton_schulz, quadratic
+from skipless.training.optim.muon import COEFFICIENTS, gram, gram_supports, newton_schulz, quadratic
 
 if INSTALLED:
     import triton
@@ -71,7 +71,7 @@ def test_elsewhere_newton_schulz_is_torchs_products_to_the_bit(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_no_kernel_serves_a_cpu(dtype):
-    assert not applies(torch.empty(1, 256, 256, dtype=dtype))
+    assert not gram_supports(torch.empty(1, 256, 256, dtype=dtype))
 
 
 @needs_triton
@@ -121,7 +121,7 @@ def test_newton_schulz_by_the_kernel_is_newton_schulz(shape, monkeypatch):
     x = random(*shape, dtype=HALF)
     truth, plain = newton_schulz(x.double()), _plain(x, monkeypatch)
     calls = []
-    monkeypatch.setattr(muon, "applies", lambda x: calls.append(x.shape) or True)
+    monkeypatch.setattr(muon, "gram_supports", lambda x: calls.append(x.shape) or True)
     monkeypatch.setattr(gpu_gram, "LAUNCH", SMALL)
     found = newton_schulz(x)
     assert calls == [(2, 128, 192), (2, 128, 128)] * 5
@@ -130,7 +130,7 @@ def test_newton_schulz_by_the_kernel_is_newton_schulz(shape, monkeypatch):
 
 def _plain(x, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(muon, "applies", lambda x: False)
+        patch.setattr(muon, "gram_supports", lambda x: False)
         return newton_schulz(x)
 
 
@@ -173,7 +173,7 @@ def hopper(*shape, **options):
 @pytest.mark.parametrize("shape", [(5, 1024, 1024), (3, 1024, 4096), (2, 320, 1000), (1, 2048, 2048)])
 def test_on_a_gpu_products_are_at_most_twice_as_far_from_the_truth(shape):
     x = hopper(*shape)
-    assert applies(x)
+    assert gram_supports(x)
     found, truth = gram(x), x.double() @ x.double().mT
     assert is_symmetric(found)
     assert off(found, truth) <= 2 * off(torch.bmm(x, x.mT), truth)
@@ -208,12 +208,12 @@ def test_a_captured_newton_schulz_is_the_eager_one():
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 128, 1024), (1, 264, 1024), (1, 256, 1001)])
 def test_small_and_odd_matrices_go_to_torch(shape):
-    assert not applies(torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
+    assert not gram_supports(torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
 
 
 @pytest.mark.gpu
 def test_what_needs_a_gradient_goes_to_torch():
     x = hopper(1, 256, 256).requires_grad_()
-    assert not applies(x)
+    assert not gram_supports(x)
     with torch.no_grad():
-        assert applies(x)
+        assert gram_supports(x)

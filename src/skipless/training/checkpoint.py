@@ -1,4 +1,4 @@
-"""Checkpoints: written by all ranks, verified by hash, and loaded on any number of them; weights as safetensors."""
+"""Checkpoints, from save to load by any number of processes; and the weights alone, as one safetensors file."""
 
 import hashlib
 import json
@@ -39,6 +39,9 @@ from skipless.training.distributed import on_main, world_size
 
 STATE = "state.json"
 FORMAT = 1
+CONFIG, SHA256 = "model_config", "tensors_sha256"
+logger = logging.getLogger("skipless")
+_NAME = re.compile(r"step-(\d+)(\.old)?")
 
 
 class DamagedError(ValueError):
@@ -49,8 +52,8 @@ class DamagedError(ValueError):
 class Manifest:
     """The table of contents of a checkpoint, written last.
 
-    optimizer is the optimiser's state with its tensors taken out (see the top of this file); files maps a name to
-    its size and hash; world_size says how many processes wrote it, and any number may read it.
+    optimizer is the optimiser's state with its tensors taken out (see tensors_of); files maps a name to its size and
+    hash; world_size says how many processes wrote it, and any number may read it.
     """
 
     step: int
@@ -72,6 +75,141 @@ class Manifest:
         """Put state.json into `folder`, hashed too."""
         values = asdict(self)
         write_json(folder / STATE, {"sha256": _digest(values), **values}, indent=1)
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], *, keep: int
+) -> Path:
+    """Write the state after `step` updates into folder/step-00…; all processes must call it and share the folder.
+
+    `extra` is JSON that load_checkpoint gives back. A kill at any moment leaves the older checkpoints or also the new
+    one. Then the newest `keep` stay; later steps than this one, which a run resumed further back left behind, go.
+    OSError, in one line, if the disk is full; older checkpoints are then as they were.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay for the run to be resumed")
+    _check_plain(extra)
+    tensors, rest = tensors_of(model, optimizer)
+    target, aside = folder / f"step-{step:06d}", on_main(lambda: _aside(folder, f"step-{step:06d}"))
+
+    def finish() -> None:
+        fields = {"step": step, "world_size": world_size(), "extra": extra, "optimizer": rest}
+        Manifest.of(aside, **fields).write(aside)
+        _publish(aside, target)
+        _retire(folder, step, keep)
+
+    with _storing(target, aside, tensors):
+        write_tensors(aside, tensors)
+        on_main(finish)
+    return target
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: Optimizer | None = None
+) -> tuple[int, dict[str, Any]] | None:
+    """Load the newest checkpoint that is whole and return its (step, extra); None if there is none at all.
+
+    One that is damaged is named in a warning, and the next older one is taken; ValueError if all are damaged or if
+    the checkpoint is of another model. Any number of processes may read what any number wrote, sharded or not. Call
+    it before the first backward pass.
+    """
+    found = on_main(lambda: _newest_good(folder))
+    if found is None:
+        return None
+    path, manifest = found
+    restore(path, model, optimizer, manifest.optimizer)
+    return manifest.step, manifest.extra
+
+
+def discard_from(folder: Path, step: int) -> None:
+    """Delete the checkpoints of `step` and later ones, newest first; all processes must call it."""
+
+    def discard() -> None:
+        for path in reversed(_found(folder)):
+            if int(path.name.removeprefix("step-").removesuffix(".old")) >= step:
+                _discard(path)
+
+    on_main(discard)
+
+
+def _check_plain(extra: dict[str, Any]) -> None:
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra={extra!r} is not JSON ({error}); use numbers and text, such as float(loss)") from error
+
+
+def _found(folder: Path) -> list[Path]:
+    """Checkpoints, oldest first. One that is about to be replaced counts as older than its successor."""
+    named = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
+
+
+def _newest_good(folder: Path) -> tuple[Path, Manifest] | None:
+    problems = []
+    for path in reversed(_found(folder)):
+        try:
+            manifest = verified(path)
+        except DamagedError as error:
+            logger.warning("%s; this checkpoint is not used, the next older one is tried", error)
+            problems.append(str(error))
+        else:
+            return path, manifest
+    if problems:
+        raise ValueError(
+            f"no checkpoint in {folder} can be used: {'; '.join(problems)}. Put a copy of one back, or delete the "
+            "folder to train from the start"
+        )
+    return None
+
+
+def _aside(folder: Path, name: str) -> Path:
+    """A new folder to write into; what killed writes left behind is removed first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".step-*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside = folder / f".{name}.tmp-{uuid.uuid4().hex[:8]}"
+    aside.mkdir()
+    return aside
+
+
+def _publish(aside: Path, target: Path) -> None:
+    """Give the checkpoint its name. One of that name is moved out of the way, but stays until the new one is there."""
+    if target.exists():
+        _discard(target.with_name(target.name + ".old"))
+        target.rename(target.with_name(target.name + ".old"))
+    aside.rename(target)
+    sync_folder(target.parent)
+
+
+def _retire(folder: Path, step: int, keep: int) -> None:
+    found = _found(folder)
+    reached = [path for path in found if path.suffix != ".old" and int(path.name.removeprefix("step-")) <= step]
+    for path in found:
+        if path not in reached[-keep:]:
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint so that a kill in between leaves no damaged one behind."""
+    if path.exists():
+        doomed = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def _storing(target: Path, aside: Path, tensors: Mapping[str, Tensor]) -> Generator[None]:
+    """Remove what was begun if it cannot be finished, and say what is left."""
+    older = _found(target.parent)
+    kept = f"go on with --resume from {older[-1].name}" if older else "train again; there is no older checkpoint"
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    with writing(target, kept, room="make room, or lower train.keep", needed=needed):
+        try:
+            yield
+        except OSError:
+            on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
+            raise
 
 
 def verified(folder: Path) -> Manifest:
@@ -133,7 +271,7 @@ def model_tensors(model: nn.Module, options: StateDictOptions | None = None) -> 
     return cast(dict[str, Tensor], get_model_state_dict(model, options=options))
 
 
-def capture(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], Any]:
+def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Tensor], Any]:
     """All tensors by name, and the rest of the optimiser's state as JSON that says where each tensor belongs.
 
     Nothing is copied. An optimiser that has not stepped is saved as such: DCP would first step it at rate 0, which
@@ -150,7 +288,7 @@ def capture(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Te
     return tensors, _take_out(state, "optimizer", tensors)
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Save into `folder`, each process its own part. OSError if a file could not be written."""
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
     with _dcp():
@@ -158,7 +296,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def restore(folder: Path, model: nn.Module, optimizer: Optimizer | None, rest: Any) -> None:
-    """Load what `write` saved, whatever number of processes it was, into modules sharded or not.
+    """Load what write_tensors saved, whatever number of processes it was, into modules sharded or not.
 
     ValueError, before anything is changed, if the checkpoint is of another model.
     """
@@ -166,7 +304,7 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer | None, rest: A
     described = {name: _describe(entry.properties.dtype, entry.size) for name, entry in saved.items()}
     weights = model_tensors(model)
     wanted = {f"model.{name}": _describe(tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-    compare(wanted, {name: text for name, text in described.items() if name.startswith("model.")}, folder)
+    check_same_tensors(wanted, {name: text for name, text in described.items() if name.startswith("model.")}, folder)
     if optimizer is not None and rest is None:
         raise ValueError(f"{folder} holds no optimiser's state: it was saved without one; load it without one")
     tensors: dict[str, Tensor] = {}
@@ -179,7 +317,7 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer | None, rest: A
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
 
 
-def compare(wanted: Mapping[str, str], found: Mapping[str, str], source: Path) -> None:
+def check_same_tensors(wanted: Mapping[str, str], found: Mapping[str, str], source: Path) -> None:
     """Refuse tensors that are not the model's, naming them. Values are shapes, or whatever else must agree."""
     changed = [
         f"{name} is {found[name]} there, {wanted[name]} here"
@@ -271,9 +409,6 @@ def _dcp() -> Generator[None]:
         raise cause from None
 
 
-CONFIG, SHA256 = "model_config", "tensors_sha256"
-
-
 def save_weights(model: nn.Module, path: Path) -> None:
     """Write the whole, unsharded weights of a Transformer, as it is or inside DDP or FSDP2. All processes must call it.
 
@@ -301,7 +436,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """Fill a model, sharded or not, from save_weights' file. ValueError names every tensor that does not fit."""
     _, tensors = _read_weights(path)
     wanted = {name: str(tuple(tensor.shape)) for name, tensor in model_tensors(model).items()}
-    compare(wanted, {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}, path)
+    check_same_tensors(wanted, {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}, path)
     set_model_state_dict(model, cast(dict[str, Any], tensors), options=StateDictOptions(full_state_dict=True))
 
 
@@ -313,7 +448,7 @@ def model_from_weights(path: Path, *, impl: str = "auto") -> Transformer:
     with torch.device("meta"):  # initial weights would be computed only to be replaced
         model = Transformer(ModelConfig.from_json(metadata[CONFIG]), impl=impl)
     wanted = {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
-    compare(wanted, {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}, path)
+    check_same_tensors(wanted, {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}, path)
     model.load_state_dict(tensors, assign=True)
     return model.eval()
 
@@ -348,144 +483,3 @@ def _weights_digest(tensors: Mapping[str, Tensor]) -> str:
         sha256.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
         sha256.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
     return sha256.hexdigest()
-
-
-__all__ = ["discard_from", "load_checkpoint", "load_weights", "model_from_weights", "save_checkpoint", "save_weights"]
-
-logger = logging.getLogger("skipless")
-_NAME = re.compile(r"step-(\d+)(\.old)?")
-
-
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any], *, keep: int
-) -> Path:
-    """Write the state after `step` updates into folder/step-00…; all processes must call it and share the folder.
-
-    `extra` is JSON that load_checkpoint gives back. A kill at any moment leaves the older checkpoints or also the new
-    one. Then the newest `keep` stay; later steps than this one, which a run resumed further back left behind, go.
-    OSError, in one line, if the disk is full; older checkpoints are then as they were.
-    """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay for the run to be resumed")
-    _check_plain(extra)
-    tensors, rest = capture(model, optimizer)
-    target, aside = folder / f"step-{step:06d}", on_main(lambda: _aside(folder, f"step-{step:06d}"))
-
-    def finish() -> None:
-        fields = {"step": step, "world_size": world_size(), "extra": extra, "optimizer": rest}
-        Manifest.of(aside, **fields).write(aside)
-        _publish(aside, target)
-        _retire(folder, step, keep)
-
-    with _storing(target, aside, tensors):
-        write(aside, tensors)
-        on_main(finish)
-    return target
-
-
-def load_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer | None = None
-) -> tuple[int, dict[str, Any]] | None:
-    """Load the newest checkpoint that is whole and return its (step, extra); None if there is none at all.
-
-    One that is damaged is named in a warning, and the next older one is taken; ValueError if all are damaged or if
-    the checkpoint is of another model. Any number of processes may read what any number wrote, sharded or not. Call
-    it before the first backward pass.
-    """
-    found = on_main(lambda: _newest_good(folder))
-    if found is None:
-        return None
-    path, manifest = found
-    restore(path, model, optimizer, manifest.optimizer)
-    return manifest.step, manifest.extra
-
-
-def discard_from(folder: Path, step: int) -> None:
-    """Delete the checkpoints of `step` and later ones, newest first; all processes must call it."""
-
-    def discard() -> None:
-        for path in reversed(_found(folder)):
-            if int(path.name.removeprefix("step-").removesuffix(".old")) >= step:
-                _discard(path)
-
-    on_main(discard)
-
-
-def _found(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first. One that is about to be replaced counts as older than its successor."""
-    named = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for match, path in sorted(named, key=lambda pair: (int(pair[0][1]), pair[0][2] is None))]
-
-
-def _newest_good(folder: Path) -> tuple[Path, Manifest] | None:
-    problems = []
-    for path in reversed(_found(folder)):
-        try:
-            manifest = verified(path)
-        except DamagedError as error:
-            logger.warning("%s; this checkpoint is not used, the next older one is tried", error)
-            problems.append(str(error))
-        else:
-            return path, manifest
-    if problems:
-        raise ValueError(
-            f"no checkpoint in {folder} can be used: {'; '.join(problems)}. Put a copy of one back, or delete the "
-            "folder to train from the start"
-        )
-    return None
-
-
-def _aside(folder: Path, name: str) -> Path:
-    """A new folder to write into; what killed writes left behind is removed first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step-*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside = folder / f".{name}.tmp-{uuid.uuid4().hex[:8]}"
-    aside.mkdir()
-    return aside
-
-
-def _publish(aside: Path, target: Path) -> None:
-    """Give the checkpoint its name. One of that name is moved out of the way, but stays until the new one is there."""
-    if target.exists():
-        _discard(target.with_name(target.name + ".old"))
-        target.rename(target.with_name(target.name + ".old"))
-    aside.rename(target)
-    sync_folder(target.parent)
-
-
-def _retire(folder: Path, step: int, keep: int) -> None:
-    found = _found(folder)
-    reached = [path for path in found if path.suffix != ".old" and int(path.name.removeprefix("step-")) <= step]
-    for path in found:
-        if path not in reached[-keep:]:
-            _discard(path)
-
-
-def _discard(path: Path) -> None:
-    """Delete a checkpoint so that a kill in between leaves no damaged one behind."""
-    if path.exists():
-        doomed = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-
-
-@contextmanager
-def _storing(target: Path, aside: Path, tensors: Mapping[str, Tensor]) -> Generator[None]:
-    """Remove what was begun if it cannot be finished, and say what is left."""
-    older = _found(target.parent)
-    kept = f"go on with --resume from {older[-1].name}" if older else "train again; there is no older checkpoint"
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    with writing(target, kept, room="make room, or lower train.keep", needed=needed):
-        try:
-            yield
-        except OSError:
-            on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
-            raise
-
-
-def _check_plain(extra: dict[str, Any]) -> None:
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"extra={extra!r} is not JSON ({error}); use numbers and text, such as float(loss)") from error

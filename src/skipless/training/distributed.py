@@ -15,76 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from skipless.model.transformer import Transformer
 
-
-def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, on every rank; any other tensor as it is."""
-    return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def resharded(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of `whole`, equal on every rank, that `like` keeps here: placed as `like` is, without communication."""
-    if not hasattr(like, "full_tensor"):
-        return whole
-    from torch.distributed.tensor import DTensor, Replicate  # loads slowly, and only sharded runs get here
-
-    like = cast(DTensor, like)
-    replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=like.placements)
-
-
-def find_device(name: str | None = None) -> torch.device:
-    """The device of that name, if torch can compute on it here; without one a GPU where there is one."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"--device is {name!r}, which torch does not know; use cpu, cuda, cuda:1, …") from error
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= count:
-        seen, use = (f"{count} GPUs", "cuda:0") if count else ("no GPU", "cpu")
-        raise ValueError(f"--device is {name!r}, but torch sees {seen}; use --device {use}")
-    try:
-        torch.ones(1, device=device).item()
-    except Exception as error:  # backends that are not there raise whatever they like
-        why = str(error).partition("\n")[0].partition(". ")[0]
-        raise ValueError(
-            f"--device is {name!r}, on which torch cannot compute here ({why}); use --device cpu"
-        ) from error
-    return device
-
-
 T = TypeVar("T")
-
-
-def world_size() -> int:
-    """How many processes train together; 1 where torch.distributed is not in use."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def is_main() -> bool:
-    """Whether this process writes the files of the run."""
-    return world_size() == 1 or dist.get_rank() == 0
-
-
-def on_main(work: Callable[[], T]) -> T:
-    """Call `work` in the main process; its result, or the error it ends with, comes to every process.
-
-    So no process waits for another that has failed. All processes must get here.
-    """
-    if world_size() == 1:
-        return work()
-    outcome: list = [None, None]
-    if is_main():
-        try:
-            outcome[0] = work()
-        except Exception as error:
-            outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
 Strategy = Literal["auto", "ddp", "fsdp"]
 
 
@@ -151,6 +82,35 @@ def exit_process() -> None:
         os._exit(0)
 
 
+def world_size() -> int:
+    """How many processes train together; 1 where torch.distributed is not in use."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process writes the files of the run."""
+    return world_size() == 1 or dist.get_rank() == 0
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Call `work` in the main process; its result, or the error it ends with, comes to every process.
+
+    So no process waits for another that has failed. All processes must get here.
+    """
+    if world_size() == 1:
+        return work()
+    outcome: list = [None, None]
+    if is_main():
+        try:
+            outcome[0] = work()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
 def distribute(model: Transformer, world: World, strategy: Strategy, half: torch.dtype | None) -> nn.Module:
     """The model as this world trains it: itself, replicated (DDP), or sharded block by block (FSDP2).
 
@@ -174,3 +134,40 @@ def distribute(model: Transformer, world: World, strategy: Strategy, half: torch
 def plain(model: nn.Module) -> Transformer:
     """The Transformer inside a DDP wrapper, or itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model  # ty: ignore[invalid-return-type]
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, on every rank; any other tensor as it is."""
+    return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def resharded(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of `whole`, equal on every rank, that `like` keeps here: placed as `like` is, without communication."""
+    if not hasattr(like, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate  # loads slowly, and only sharded runs get here
+
+    like = cast(DTensor, like)
+    replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=like.placements)
+
+
+def find_device(name: str | None = None) -> torch.device:
+    """The device of that name, if torch can compute on it here; without one a GPU where there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device is {name!r}, which torch does not know; use cpu, cuda, cuda:1, …") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        seen, use = (f"{count} GPUs", "cuda:0") if count else ("no GPU", "cpu")
+        raise ValueError(f"--device is {name!r}, but torch sees {seen}; use --device {use}")
+    try:
+        torch.ones(1, device=device).item()
+    except Exception as error:  # backends that are not there raise whatever they like
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise ValueError(
+            f"--device is {name!r}, on which torch cannot compute here ({why}); use --device cpu"
+        ) from error
+    return device

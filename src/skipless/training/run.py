@@ -1,4 +1,4 @@
-"""A run's folder: experiment.json, env.json, metrics.jsonl, and how far it has come."""
+"""The folder of a run and what it shows: settings, environment, log, checkpoints; a line of progress."""
 
 import json
 import logging
@@ -21,144 +21,6 @@ from skipless.data.store import fingerprint
 from skipless.files import LOCK, PART, FolderLock, Journal, read_lines, write_json, write_whole, writing
 from skipless.training.config import Experiment
 
-_PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")
-
-
-def environment() -> dict[str, Any]:
-    """Everything outside the experiment that a result may depend on. No environment variables: they hold secrets."""
-    import torch
-
-    from skipless.training.distributed import world_size
-
-    cuda = torch.cuda.is_available()
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": sys.argv,
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "skipless": skipless.__version__,
-        "git": git_state(Path(skipless.__file__).parent),
-        "torch": torch.__version__,
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "cuda": torch.version.cuda if cuda else None,
-        "device": torch.cuda.get_device_name() if cuda else (platform.processor() or platform.machine()),
-        "world_size": world_size(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the checkout that tracks the code in `folder`, and whether files there differ from it; else None."""
-    try:
-        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie inside another checkout
-        return {"commit": _git(folder, "rev-parse", "HEAD"), "dirty": bool(_git(folder, "status", "--porcelain", "."))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, env=quiet)
-    return done.stdout.strip()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """All finished lines of a run's log; path: the file, or the run's folder.
-
-    Numbers that are not finite are NaN and Infinity, as Python's json has them.
-    """
-    path = Path(path)
-    path = path / METRICS if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; a run writes it as it trains")
-    try:
-        records = read_lines(path)
-        for number, record in enumerate(records, 1):
-            if not isinstance(record.get("step"), int):
-                raise ValueError(f"line {number} has no step")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); delete the line to read the rest") from error
-    return records
-
-
-# Dense bfloat16 peaks in FLOP/s, by a part of the device's name; MFU is shown where the device is known.
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}
-
-
-@dataclass(frozen=True)
-class Line:
-    """One logged interval, after `step` updates."""
-
-    step: int
-    loss: float
-    ema: float
-    rate: float
-    gradient: float
-    tokens_per_second: float
-
-    def as_record(self) -> dict[str, float | int]:
-        """For metrics.jsonl. Time is left out, so that equal runs have equal logs."""
-        return {"step": self.step, "loss": self.loss, "ema": self.ema, "rate": self.rate, "gradient": self.gradient}
-
-
-class Display:
-    """Shows lines of a run of `steps` steps. flops_per_token is 6 per parameter plus attention's, for MFU."""
-
-    def __init__(self, name: str, steps: int, *, flops_per_token: float = 0.0, device: str = "", quiet: bool = False):
-        self.name, self.flops_per_token = name, flops_per_token
-        self.peak = next((peak for part, peak in _PEAKS.items() if part in device), None)
-        self._progress = Progress(every=5.0, quiet=quiet)
-        self._progress.start(name, steps)
-
-    def show(self, line: Line) -> None:
-        """The newest line: always on the bar, every few seconds as text."""
-        speed = f"{line.tokens_per_second:,.0f} tok/s"
-        if self.peak:
-            speed += f"  MFU {100 * line.tokens_per_second * self.flops_per_token / self.peak:.0f}%"
-        text = f"loss {line.loss:.3f}  ema {line.ema:.3f}  grad {line.gradient:.2g}  {speed}"
-        self._progress.show(text, done=line.step)
-
-    def say(self, text: str) -> None:
-        """A line of its own: an evaluation, a warning, a checkpoint."""
-        self._progress.say(f"{self.name} {text}")
-
-    def stop(self) -> None:
-        """Take the bar away."""
-        self._progress.stop()
-
-
-class Board:
-    """TensorBoard's event files, where the package is installed."""
-
-    def __init__(self, folder: Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "TensorBoard is not installed: pip install 'skipless[log]', or leave out --tensorboard"
-            ) from error
-        self._writer = SummaryWriter(str(folder))
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Every number of a log record, by its step."""
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
 EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
     "experiment.json",
     "data.json",
@@ -168,6 +30,9 @@ EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
 )
 CHECKPOINTS, EXPORT = "checkpoints", "export"
 FREE = ("train.keep",)  # settings that may change when a run goes on
+_PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")
+# Dense bfloat16 peaks in FLOP/s, by a part of the device's name; MFU is shown where the device is known.
+_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "4090": 165e12}
 logger = logging.getLogger("skipless")
 
 
@@ -273,25 +138,6 @@ def _storing(path: Path) -> AbstractContextManager[None]:
     return writing(path, "go on with --resume", room="make room, or lower train.keep")
 
 
-def read_experiment(path: str | Path) -> Experiment:
-    """The configuration of the run in a folder."""
-    file = Path(path) / EXPERIMENT
-    if not file.is_file():
-        raise ValueError(f"{path} is not a run (no {EXPERIMENT}); `skipless train` makes one")
-    try:
-        return Experiment.from_json(file.read_text())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged or of another version ({error}); use another folder") from error
-
-
-def read_result(path: str | Path) -> dict[str, Any]:
-    """What the finished run in a folder wrote of itself."""
-    file = Path(path) / FINISHED
-    if not file.is_file():
-        raise ValueError(f"{path} is not a finished run (no {FINISHED}); go on with --resume")
-    return json.loads(file.read_text())
-
-
 def _check_place(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a folder")
@@ -334,17 +180,6 @@ def _trained(path: Path) -> bool:
     return logged or (path / FINISHED).is_file() or any((path / CHECKPOINTS).glob("step-*"))
 
 
-def _note_environment(file: Path, begun: bool) -> None:
-    noted = environment()
-    if begun and file.is_file():
-        try:
-            first = dict(json.loads(file.read_bytes()))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
-        noted = {**first, "resumed": [*first.get("resumed", []), noted]}
-    write_json(file, noted)
-
-
 def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
     old, new = (_flat(json.loads(one.to_json())) for one in (there, here))
     differing = [
@@ -359,9 +194,11 @@ def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
         )
 
 
-def _fingerprints(experiment: Experiment) -> dict[str, str | None]:
-    folders = {"data.folder": experiment.data.folder, "data.valid": experiment.data.valid}
-    return {name: fingerprint(folder) for name, folder in folders.items() if folder is not None}
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def _check_tokens(file: Path, experiment: Experiment) -> None:
@@ -380,8 +217,173 @@ def _check_tokens(file: Path, experiment: Experiment) -> None:
             )
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+def _fingerprints(experiment: Experiment) -> dict[str, str | None]:
+    folders = {"data.folder": experiment.data.folder, "data.valid": experiment.data.valid}
+    return {name: fingerprint(folder) for name, folder in folders.items() if folder is not None}
+
+
+def _note_environment(file: Path, begun: bool) -> None:
+    noted = environment()
+    if begun and file.is_file():
+        try:
+            first = dict(json.loads(file.read_bytes()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
+        noted = {**first, "resumed": [*first.get("resumed", []), noted]}
+    write_json(file, noted)
+
+
+def environment() -> dict[str, Any]:
+    """Everything outside the experiment that a result may depend on. No environment variables: they hold secrets."""
+    import torch
+
+    from skipless.training.distributed import world_size
+
+    cuda = torch.cuda.is_available()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "skipless": skipless.__version__,
+        "git": git_state(Path(skipless.__file__).parent),
+        "torch": torch.__version__,
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda if cuda else None,
+        "device": torch.cuda.get_device_name() if cuda else (platform.processor() or platform.machine()),
+        "world_size": world_size(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that tracks the code in `folder`, and whether files there differ from it; else None."""
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie inside another checkout
+        return {"commit": _git(folder, "rev-parse", "HEAD"), "dirty": bool(_git(folder, "status", "--porcelain", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, env=quiet)
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def read_experiment(path: str | Path) -> Experiment:
+    """The configuration of the run in a folder."""
+    file = Path(path) / EXPERIMENT
+    if not file.is_file():
+        raise ValueError(f"{path} is not a run (no {EXPERIMENT}); `skipless train` makes one")
+    try:
+        return Experiment.from_json(file.read_text())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is damaged or of another version ({error}); use another folder") from error
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """All finished lines of a run's log; path: the file, or the run's folder.
+
+    Numbers that are not finite are NaN and Infinity, as Python's json has them.
+    """
+    path = Path(path)
+    path = path / METRICS if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; a run writes it as it trains")
+    try:
+        records = read_lines(path)
+        for number, record in enumerate(records, 1):
+            if not isinstance(record.get("step"), int):
+                raise ValueError(f"line {number} has no step")
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the line to read the rest") from error
+    return records
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """What the finished run in a folder wrote of itself."""
+    file = Path(path) / FINISHED
+    if not file.is_file():
+        raise ValueError(f"{path} is not a finished run (no {FINISHED}); go on with --resume")
+    return json.loads(file.read_text())
+
+
+@dataclass(frozen=True)
+class Line:
+    """One logged interval, after `step` updates."""
+
+    step: int
+    loss: float
+    ema: float
+    rate: float
+    gradient: float
+    tokens_per_second: float
+
+    def as_record(self) -> dict[str, float | int]:
+        """For metrics.jsonl. Time is left out, so that equal runs have equal logs."""
+        return {"step": self.step, "loss": self.loss, "ema": self.ema, "rate": self.rate, "gradient": self.gradient}
+
+
+class Display:
+    """Shows lines of a run of `steps` steps. flops_per_token is 6 per parameter plus attention's, for MFU."""
+
+    def __init__(self, name: str, steps: int, *, flops_per_token: float = 0.0, device: str = "", quiet: bool = False):
+        self.name, self.flops_per_token = name, flops_per_token
+        self.peak = next((peak for part, peak in _PEAKS.items() if part in device), None)
+        self._progress = Progress(every=5.0, quiet=quiet)
+        self._progress.start(name, steps)
+
+    def show(self, line: Line) -> None:
+        """The newest line: always on the bar, every few seconds as text."""
+        speed = f"{line.tokens_per_second:,.0f} tok/s"
+        if self.peak:
+            speed += f"  MFU {100 * line.tokens_per_second * self.flops_per_token / self.peak:.0f}%"
+        text = f"loss {line.loss:.3f}  ema {line.ema:.3f}  grad {line.gradient:.2g}  {speed}"
+        self._progress.show(text, done=line.step)
+
+    def say(self, text: str) -> None:
+        """A line of its own: an evaluation, a warning, a checkpoint."""
+        self._progress.say(f"{self.name} {text}")
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
+    """6 per weight, and causal attention's 6·T·d per block: what training a token costs, forward and backward."""
+    model = experiment.model
+    return 6.0 * matrix_parameters + 6.0 * model.depth * model.width * experiment.train.length
+
+
+class Board:
+    """TensorBoard's event files, where the package is installed."""
+
+    def __init__(self, folder: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "TensorBoard is not installed: pip install 'skipless[log]', or leave out --tensorboard"
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Every number of a log record, by its step."""
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()

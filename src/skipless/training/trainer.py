@@ -32,7 +32,7 @@ from skipless.training.evaluate import EvalResult, evaluate_loss
 from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, supports_half_weights
 from skipless.training.optim.build import Composite, build_optimizer, freeze, set_rates, warmup_cosine
 from skipless.training.optim.half_weights import HalfWeights
-from skipless.training.run import Board, Display, Line, RunFolder
+from skipless.training.run import Board, Display, Line, RunFolder, flops_per_token
 
 WEIGHTS = "model.safetensors"
 _KINDS = 128  # of blocks that one process keeps compiled; torch's own limit of 8 sends later networks back to eager
@@ -100,12 +100,12 @@ def train(
     ):
         trainer.start()
         with _compiler_explained(config), StopRequest() as stop:
-            while trainer.progress.step < config.steps:
+            while trainer.state.step < config.steps:
                 # one update by one batch
-                progress = trainer.progress
-                trainer.pending.append(trainer.advance(progress.step, next(trainer.batches)))
-                progress.step += 1
-                last, logs = progress.step == config.steps, trainer.logs(progress.step)
+                state = trainer.state
+                trainer.pending.append(trainer.advance(state.step, next(trainer.batches)))
+                state.step += 1
+                last, logs = state.step == config.steps, trainer.logs(state.step)
                 stops = None if last else stop_reason(trainer, stop, limits, logs)
 
                 # log, which is where divergence is noticed
@@ -117,19 +117,19 @@ def train(
                         continue
 
                 # evaluate
-                if progress.step in config.probe_at:
+                if state.step in config.probe_at:
                     trainer.probe()
-                if trainer.valid is not None and (last or progress.step % config.eval_every == 0):
+                if trainer.valid is not None and (last or state.step % config.eval_every == 0):
                     trainer.evaluate()
 
                 # checkpoint, which remembers what was evaluated
-                if stops or (last and limits.weights) or trainer.saves(progress.step):
+                if stops or (last and limits.weights) or trainer.saves(state.step):
                     trainer.checkpoint()
 
                 # stop
                 if stops:
                     world.wait()
-                    raise stops(f"stopped after step {progress.step}; go on with --resume")
+                    raise stops(f"stopped after step {state.step}; go on with --resume")
                 if logs:
                     trainer.pending, trainer.began = [], time.perf_counter()
         return trainer.finish(weights=limits.weights)
@@ -225,7 +225,7 @@ def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
 
 
 @dataclass
-class Progress:
+class RunState:
     """What a checkpoint keeps beside model and optimiser. rate_factor is halved on divergence, if asked for."""
 
     step: int = 0
@@ -274,7 +274,7 @@ class Trainer:
         flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
         quiet = quiet or not world.main
         self.display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
-        self.progress, self.watch = Progress(), GradientWatch()
+        self.state, self.watch = RunState(), GradientWatch()
         self.pending: list[tuple[Tensor, Tensor]] = []
         self.began = 0.0
         self.paces: list[float] = []
@@ -296,20 +296,20 @@ class Trainer:
         self._open.close()
         self.model, self.optimizer = build(self.experiment, self.world)
         found = load_checkpoint(self.run.checkpoints, self.model, self.optimizer)
-        self.progress = progress = Progress(found[0], **found[1]) if found else Progress()
-        self.run.rewind(progress.step if found else None, self.logs)
-        self.saved = progress.step
+        self.state = state = RunState(found[0], **found[1]) if found else RunState()
+        self.run.rewind(state.step if found else None, self.logs)
+        self.saved = state.step
         if found:
-            self.display.say(f"resumes after step {progress.step}")
-        progress.rate_factor = progress.rate_factor if rate_factor is None else rate_factor
+            self.display.say(f"resumes after step {state.step}")
+        state.rate_factor = state.rate_factor if rate_factor is None else rate_factor
         clip, packed = self.experiment.optimizer.clip, self.experiment.data.packed
         self.train_step = TrainStep(self.model, self.optimizer, self.config, self.world, clip=clip, packed=packed)
-        self.train_step.rate_factor = progress.rate_factor
+        self.train_step.rate_factor = state.rate_factor
         self.advance = GraphedStep(self.train_step) if self.graph else self.train_step
-        if progress.step == 0 and 0 in self.config.probe_at:
+        if state.step == 0 and 0 in self.config.probe_at:
             self.probe()
         self.watch, self.pending, self.began = GradientWatch(), [], time.perf_counter()
-        self.batches = self._open.enter_context(self.loader.batches(progress.step, self.world.device))
+        self.batches = self._open.enter_context(self.loader.batches(state.step, self.world.device))
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after so many updates."""
@@ -322,21 +322,21 @@ class Trainer:
 
     def log(self) -> None:
         """Bring the losses and norms of the interval to the host at once, check them, and log one line."""
-        config, progress, pending = self.config, self.progress, self.pending
+        config, state, pending = self.config, self.state, self.pending
         losses, norms = torch.stack([torch.stack(pair) for pair in pending]).T.tolist()
         seconds = time.perf_counter() - self.began  # read here, where the device has done what was asked of it
-        first = progress.step + 1 - len(pending)
+        first = state.step + 1 - len(pending)
         check_finite(plain(self.model), first, losses, norms, self.train_step.gradient_scale, self.train_step.half)
         for loss in losses:  # App. H's exponential moving average
-            progress.ema = loss if progress.ema is None else (1.0 - config.ema) * progress.ema + config.ema * loss
+            state.ema = loss if state.ema is None else (1.0 - config.ema) * state.ema + config.ema * loss
         for step, norm in enumerate(norms, first):
             if warning := self.watch.see(step, norm):
                 logger.warning("%s", warning)
         peak = self.experiment.optimizer.peak_rate
-        rate = peak * progress.rate_factor * warmup_cosine(progress.step, config.steps, config.warmup)
+        rate = peak * state.rate_factor * warmup_cosine(state.step, config.steps, config.warmup)
         self.paces.append(seconds / len(pending))
         tokens_per_second = len(pending) * config.batch_size * config.length / max(seconds, 1e-9)
-        line = Line(progress.step, losses[-1], progress.ema or 0.0, rate, norms[-1], tokens_per_second)
+        line = Line(state.step, losses[-1], state.ema or 0.0, rate, norms[-1], tokens_per_second)
         self.display.show(line)
         self.record(line.as_record())
 
@@ -349,7 +349,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Log the loss on the held-out windows, each process having measured its share."""
         assert self.valid is not None
-        config, progress, world, model = self.config, self.progress, self.world, self.model.eval()
+        config, state, world, model = self.config, self.state, self.world, self.model.eval()
         most = max(config.eval_tokens // world.size, 1)
         try:
             share = evaluate_loss(model, self.valid, max_tokens=most, device=world.device, precision=config.precision)
@@ -358,13 +358,13 @@ class Trainer:
         sums = torch.tensor([share.loss * share.tokens, share.tokens, share.bytes or 0], dtype=torch.float64)
         nats, tokens, size = (world.mean(sums.to(world.device)) * world.size).tolist()
         result = EvalResult.of(nats, int(tokens), int(size) or None)
-        progress.valid = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
-        self.record({"step": progress.step, **{f"valid_{k}": v for k, v in progress.valid.items()}})
-        self.display.say(f"step {progress.step}: validation loss {result.loss:.4f}, ppl {result.perplexity:.2f}")
+        state.valid = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
+        self.record({"step": state.step, **{f"valid_{k}": v for k, v in state.valid.items()}})
+        self.display.say(f"step {state.step}: validation loss {result.loss:.4f}, ppl {result.perplexity:.2f}")
 
     def probe(self) -> None:
         """Measure the kernels of the run's first sequence, save them and log their summary."""
-        step = self.progress.step
+        step = self.state.step
         if self.world.size > 1:
             logger.warning("step %d: kernels are probed in runs of one process only", step)
             return
@@ -376,10 +376,10 @@ class Trainer:
             logger.warning("%s", warning)
 
     def checkpoint(self) -> None:
-        """Save the state after progress.step updates."""
+        """Save the network, its optimiser and the state of the run."""
         self.run.sync()
-        extra = {"ema": self.progress.ema, "rate_factor": self.progress.rate_factor, "valid": self.progress.valid}
-        step, keep = self.progress.step, self.config.keep
+        extra = {"ema": self.state.ema, "rate_factor": self.state.rate_factor, "valid": self.state.valid}
+        step, keep = self.state.step, self.config.keep
         save_checkpoint(self.run.checkpoints, step, self.model, self.optimizer, extra, keep=keep)
         self.saved = step
 
@@ -395,28 +395,28 @@ class Trainer:
             saved = sorted(path.name for path in self.run.checkpoints.glob("step-*"))
             where = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
             raise Diverged(error.step, f"{error} {where}")
-        factor = self.progress.rate_factor / 2
+        factor = self.state.rate_factor / 2
         if factor < _SMALLEST_FACTOR:
             raise error
         if self.diverged == (self.saved, error.step):
             discard_from(self.run.checkpoints, self.saved)
         self.diverged = (self.saved, error.step)
         self.start(rate_factor=factor)
-        logger.warning("%s Goes back to step %d with %g of the rate.", error, self.progress.step, factor)
+        logger.warning("%s Goes back to step %d with %g of the rate.", error, self.state.step, factor)
 
     def finish(self, weights: bool) -> Result:
         """Write the weights, if they are to be kept, and the tokenizer beside them; mark the run as finished."""
-        run, progress, valid = self.run, self.progress, self.progress.valid
+        run, state, valid = self.run, self.state, self.state.valid
         path = run.path / WEIGHTS if weights else None
         if path is not None:
             save_weights(self.model, path)
             tokenizer = Path(self.experiment.data.folder or "") / MODEL_FILE
             if self.world.main and tokenizer.is_file():
                 shutil.copyfile(tokenizer, run.path / MODEL_FILE)
-        run.finish(steps=progress.step, train_loss=progress.ema, valid=valid, weights=path and path.name)
+        run.finish(steps=state.step, train_loss=state.ema, valid=valid, weights=path and path.name)
         result = EvalResult(valid["loss"], valid["perplexity"], valid["bits_per_byte"], 0, None) if valid else None
         seconds = median(self.paces or [float("nan")])
-        return Result(progress.step, progress.ema or float("nan"), result, path, seconds)
+        return Result(state.step, state.ema or float("nan"), result, path, seconds)
 
 
 def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -478,12 +478,6 @@ def _valid_loader(experiment: Experiment, world: World, trained: TokenStore) -> 
             raise ValueError(f"data.valid={data.valid} cannot serve for validation: {error}") from error
         logger.warning("no validation during training: %s", error)
         return None
-
-
-def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
-    """6 per weight, and causal attention's 6·T·d per block: what training a token costs, forward and backward."""
-    model = experiment.model
-    return 6.0 * matrix_parameters + 6.0 * model.depth * model.width * experiment.train.length
 
 
 class StopRequest:

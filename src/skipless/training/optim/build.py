@@ -1,4 +1,4 @@
-"""From a model and an OptimizerConfig to an optimiser: groups, rates, and their schedule."""
+"""From a model and an OptimizerConfig to an optimiser: its groups, their rates, and the schedule of them."""
 
 import math
 from collections.abc import Callable
@@ -14,92 +14,11 @@ from skipless.training.optim.adam import FusedAdam
 from skipless.training.optim.muon import Muon, keep_orthogonal
 from skipless.training.optim.soap import SOAP
 
-
-def warmup_cosine(step: int, total: int, warmup: int = 4000) -> float:
-    """min(t/w, ½(1 + cos(π(t−w)/(T−w)))): linear from 0 to 1, then half a cosine to exactly 0. App. H.
-
-    step: t from 0 to total = T. The k-th update, counted from 1, takes t = k: none is spent at rate 0 but the last,
-    which "reaches 0 at the final iteration". A pure function, so that resuming needs no state.
-    """
-    if not 0 <= warmup < total:
-        raise ValueError(
-            f"warmup={warmup} with total={total} steps; the rate must come down again: use 0 ≤ warmup < total, "
-            f"such as {total // 10}"
-        )
-    if not 0 <= step <= total:
-        raise ValueError(f"step={step} lies outside the schedule's 0 … {total}")
-    if step < warmup:
-        return step / warmup
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-
-
+_DEVICE_FLAGS = ("fused", "foreach", "capturable", "renews_itself")
 _VECTORS = ("bias", "content_bias", "position_bias")
 _GAINS = ("residual", "value_gains", "attention_gains", "bias_gain")
 # what torch.compile, DistributedDataParallel and activation checkpointing put into names
 _WRAPPERS = ("_orig_mod", "module", "_checkpoint_wrapped_module")
-
-
-def group_of(name: str) -> str:
-    """ "embedding", "head", "vectors", "gains", or the role of a block's matrix, by the parameter's name in the model.
-
-    By name, not by number of axes: Transformer-XL's biases are (heads, head_width) and still vectors.
-    """
-    path = ["", "", *(part for part in name.split(".") if part not in _WRAPPERS)]
-    outer, owner, leaf = path[-3:]
-    if leaf in _GAINS:
-        return "gains"
-    if leaf in _VECTORS or (owner, leaf) == ("norm", "weight"):
-        return "vectors"
-    if leaf == "weight" and owner in ("embedding", "head"):
-        return owner
-    if (outer, owner, leaf) == ("relative", "key", "weight"):
-        return "position"
-    if leaf == "weight" and owner in ROLES:
-        return owner
-    raise ValueError(
-        f"no optimiser group is known for the parameter {name!r}; name its owner after a role ({', '.join(ROLES)}), "
-        "or add it to skipless.training.optim.build"
-    )
-
-
-def freeze(model: nn.Module, config: OptimizerConfig) -> None:
-    """requires_grad off for the matrices whose role has the rate 0. Before DDP, which counts on those that had it."""
-    if not config.frozen:
-        return
-    frozen = [p for name, p in model.named_parameters() if p.requires_grad and group_of(name) in config.frozen]
-    if frozen and isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            f"role_rates freezes {', '.join(config.frozen)}, but DistributedDataParallel already waits for their "
-            "gradients; call freeze(model, config) before wrapping the model"
-        )
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-
-
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Every trainable parameter in exactly one group: {"name", "params", "rate", "weight_decay"}.
-
-    A tied embedding counts once; frozen parameters are left out, and so are groups without any. Gains are among the
-    vectors unless they have a rate of their own.
-    """
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in config.rates}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            group = group_of(name)
-            members["vectors" if group == "gains" and config.gain_rate is None else group].append(parameter)
-    groups = [
-        {
-            "name": name,
-            "params": members[name],
-            "rate": rate,
-            "weight_decay": 0.0 if name in ("vectors", "gains") else config.weight_decay,
-        }
-        for name, rate in config.rates.items()
-        if members[name]
-    ]
-    if not groups:
-        raise ValueError("the model has no trainable parameters: every requires_grad is False")
-    return groups
 
 
 class Composite(Optimizer):
@@ -151,9 +70,6 @@ class Composite(Optimizer):
             start += len(groups)
 
 
-_DEVICE_FLAGS = ("fused", "foreach", "capturable", "renews_itself")
-
-
 def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> Optimizer:
     """The optimiser of `config` over all trainable parameters: one group per kind of parameter, named in group["name"].
 
@@ -193,40 +109,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
     return optimizer
 
 
-def use_tensor_rates(optimizer: Optimizer) -> None:
-    """Every group's rate as a tensor beside its parameters, which set_rates fills and a CUDA graph reads.
-
-    What a step does on some calls only is left to optimizer.renew().
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
-        if "renews_itself" in group:
-            group["renews_itself"] = False
-    for part in optimizer.parts if isinstance(optimizer, Composite) else (optimizer,):
-        # torch warns of a capturable optimiser that runs outside a graph, as it must before one can be captured
-        vars(part)["_warned_capturable_if_run_uncaptured"] = True
-
-
-@torch.no_grad()
-def set_rates(optimizer: Optimizer, factor: float | Tensor) -> None:
-    """Every group's rate to `factor` times its highest one.
-
-    Rates that are tensors (capturable=True) are filled in place: a captured or compiled step sees the new value, and
-    nothing waits for the device. Only they take a factor that is a tensor itself.
-    """
-    for group in optimizer.param_groups:
-        rate = group["lr"]
-        if isinstance(rate, Tensor):
-            rate.copy_(factor * group["rate"]) if isinstance(factor, Tensor) else rate.fill_(factor * group["rate"])
-        elif isinstance(factor, Tensor):
-            raise ValueError(
-                f"the factor is a tensor, and the rate of group {group['name']!r} a number: reading it would wait for "
-                "the device; use build_optimizer(…, capturable=True), or pass a number"
-            )
-        else:
-            group["lr"] = factor * group["rate"]
-
-
 def _for_matrices(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     if config.name == "muon":
         return Muon(groups, momentum=config.momentum, nesterov=config.nesterov, steps=config.newton_schulz_steps)
@@ -250,3 +132,118 @@ def _fit_to_device(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
         rate = torch.full_like(own["lr"], float(group["lr"])) if isinstance(own["lr"], Tensor) else float(group["lr"])
         groups.append({**group, **flags, "lr": rate})
     return {**state_dict, "param_groups": groups}
+
+
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Every trainable parameter in exactly one group: {"name", "params", "rate", "weight_decay"}.
+
+    A tied embedding counts once; frozen parameters are left out, and so are groups without any. Gains are among the
+    vectors unless they have a rate of their own.
+    """
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in config.rates}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = group_of(name)
+            members["vectors" if group == "gains" and config.gain_rate is None else group].append(parameter)
+    groups = [
+        {
+            "name": name,
+            "params": members[name],
+            "rate": rate,
+            "weight_decay": 0.0 if name in ("vectors", "gains") else config.weight_decay,
+        }
+        for name, rate in config.rates.items()
+        if members[name]
+    ]
+    if not groups:
+        raise ValueError("the model has no trainable parameters: every requires_grad is False")
+    return groups
+
+
+def group_of(name: str) -> str:
+    """ "embedding", "head", "vectors", "gains", or the role of a block's matrix, by the parameter's name in the model.
+
+    By name, not by number of axes: Transformer-XL's biases are (heads, head_width) and still vectors.
+    """
+    path = ["", "", *(part for part in name.split(".") if part not in _WRAPPERS)]
+    outer, owner, leaf = path[-3:]
+    if leaf in _GAINS:
+        return "gains"
+    if leaf in _VECTORS or (owner, leaf) == ("norm", "weight"):
+        return "vectors"
+    if leaf == "weight" and owner in ("embedding", "head"):
+        return owner
+    if (outer, owner, leaf) == ("relative", "key", "weight"):
+        return "position"
+    if leaf == "weight" and owner in ROLES:
+        return owner
+    raise ValueError(
+        f"no optimiser group is known for the parameter {name!r}; name its owner after a role ({', '.join(ROLES)}), "
+        "or add it to skipless.training.optim.build"
+    )
+
+
+def freeze(model: nn.Module, config: OptimizerConfig) -> None:
+    """requires_grad off for the matrices whose role has the rate 0. Before DDP, which counts on those that had it."""
+    if not config.frozen:
+        return
+    frozen = [p for name, p in model.named_parameters() if p.requires_grad and group_of(name) in config.frozen]
+    if frozen and isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            f"role_rates freezes {', '.join(config.frozen)}, but DistributedDataParallel already waits for their "
+            "gradients; call freeze(model, config) before wrapping the model"
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+
+
+def warmup_cosine(step: int, total: int, warmup: int = 4000) -> float:
+    """min(t/w, ½(1 + cos(π(t−w)/(T−w)))): linear from 0 to 1, then half a cosine to exactly 0. App. H.
+
+    step: t from 0 to total = T. The k-th update, counted from 1, takes t = k: none is spent at rate 0 but the last,
+    which "reaches 0 at the final iteration". A pure function, so that resuming needs no state.
+    """
+    if not 0 <= warmup < total:
+        raise ValueError(
+            f"warmup={warmup} with total={total} steps; the rate must come down again: use 0 ≤ warmup < total, "
+            f"such as {total // 10}"
+        )
+    if not 0 <= step <= total:
+        raise ValueError(f"step={step} lies outside the schedule's 0 … {total}")
+    if step < warmup:
+        return step / warmup
+    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+
+@torch.no_grad()
+def set_rates(optimizer: Optimizer, factor: float | Tensor) -> None:
+    """Every group's rate to `factor` times its highest one.
+
+    Rates that are tensors (capturable=True) are filled in place: a captured or compiled step sees the new value, and
+    nothing waits for the device. Only they take a factor that is a tensor itself.
+    """
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            rate.copy_(factor * group["rate"]) if isinstance(factor, Tensor) else rate.fill_(factor * group["rate"])
+        elif isinstance(factor, Tensor):
+            raise ValueError(
+                f"the factor is a tensor, and the rate of group {group['name']!r} a number: reading it would wait for "
+                "the device; use build_optimizer(…, capturable=True), or pass a number"
+            )
+        else:
+            group["lr"] = factor * group["rate"]
+
+
+def use_tensor_rates(optimizer: Optimizer) -> None:
+    """Every group's rate as a tensor beside its parameters, which set_rates fills and a CUDA graph reads.
+
+    What a step does on some calls only is left to optimizer.renew().
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+        if "renews_itself" in group:
+            group["renews_itself"] = False
+    for part in optimizer.parts if isinstance(optimizer, Composite) else (optimizer,):
+        # torch warns of a capturable optimiser that runs outside a graph, as it must before one can be captured
+        vars(part)["_warned_capturable_if_run_uncaptured"] = True

@@ -12,47 +12,15 @@ from skipless.ops.gpu import INSTALLED
 from skipless.training.distributed import gathered, resharded
 from skipless.training.optim.half_weights import HalfWeights
 
-_HOPPER = 9  # other GPUs may lack the shared memory for its tiles
-_FEWEST_ROWS = 256
-_ALIGNMENT = 16  # bytes, of every row: the copy engine's
-
-
-def gram(x: Tensor) -> Tensor:
-    """X·Xᵀ of each X in x (n, rows, cols)."""
-    if applies(x):
-        from skipless.ops.gpu.gram import product
-
-        return product(x, 1.0)
-    return torch.bmm(x, x.mT)
-
-
-def quadratic(g: Tensor, b: float, c: float) -> Tensor:
-    """b·G + c·G² of each symmetric G in g (n, rows, rows)."""
-    if applies(g):
-        from skipless.ops.gpu.gram import product
-
-        return product(g, c, b)  # G² = G·Gᵀ
-    return torch.baddbmm(g, g, g, beta=b, alpha=c)
-
-
-def applies(x: Tensor) -> bool:
-    """Whether the kernel serves x: half precision, on a GPU that it was written for, and nobody asks for a gradient."""
-    if not (x.is_cuda and INSTALLED and x.dtype in (torch.bfloat16, torch.float16)):
-        return False
-    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
-        return False
-    if torch.version.cuda is None or torch.cuda.get_device_capability(x.device)[0] != _HOPPER:
-        return False
-    _, rows, columns = x.shape
-    aligned = columns * x.element_size() % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
-    return aligned and rows >= _FEWEST_ROWS and rows % 64 == 0
-
-
 # Jordan's quintic: the steepest at 0 whose iterates stay near 1
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
 _BATCH_ENTRIES = 2**28  # of one batch: half a GB in bfloat16, and three such live at once
-
+_HOPPER = 9  # other GPUs may lack the shared memory for its tiles
+_FEWEST_ROWS = 256
+_ALIGNMENT = 16  # bytes, of every row: the copy engine's
+# The iteration below takes singular values between 0 and √3 of their scale to it, and is quick near it.
+_LEAST, _MOST, _NEAR = 0.5, 1.5, 0.5
 Runs = list[tuple[dict[str, Any], list[Tensor]]]
 
 
@@ -71,6 +39,37 @@ def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         x = torch.baddbmm(x, quadratic(gram(x), b, c), x, beta=a)
     return x.mT if tall else x
+
+
+def gram(x: Tensor) -> Tensor:
+    """X·Xᵀ of each X in x (n, rows, cols)."""
+    if gram_supports(x):
+        from skipless.ops.gpu.gram import product
+
+        return product(x, 1.0)
+    return torch.bmm(x, x.mT)
+
+
+def quadratic(g: Tensor, b: float, c: float) -> Tensor:
+    """b·G + c·G² of each symmetric G in g (n, rows, rows)."""
+    if gram_supports(g):
+        from skipless.ops.gpu.gram import product
+
+        return product(g, c, b)  # G² = G·Gᵀ
+    return torch.baddbmm(g, g, g, beta=b, alpha=c)
+
+
+def gram_supports(x: Tensor) -> bool:
+    """Whether the GPU kernel takes x: half precision, on a GPU that it was written for, no gradient asked for."""
+    if not (x.is_cuda and INSTALLED and x.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    if torch.version.cuda is None or torch.cuda.get_device_capability(x.device)[0] != _HOPPER:
+        return False
+    _, rows, columns = x.shape
+    aligned = columns * x.element_size() % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
+    return aligned and rows >= _FEWEST_ROWS and rows % 64 == 0
 
 
 class Muon(torch.optim.Optimizer):
@@ -172,32 +171,6 @@ def _apply(group: dict[str, Any], parameters: list[Tensor], updates: Tensor) -> 
     torch._foreach_sub_(parameters, [resharded(u, p) for u, p in zip(updates.unbind(), parameters, strict=True)])
 
 
-# The iteration below takes singular values between 0 and √3 of their scale to it, and is quick near it.
-_LEAST, _MOST, _NEAR = 0.5, 1.5, 0.5
-
-
-def orthogonal_scale(matrix: Tensor) -> Tensor:
-    """s of a matrix whose singular values are all s: their root mean square."""
-    return torch.linalg.matrix_norm(matrix, keepdim=True) / math.sqrt(min(matrix.shape[-2:]))
-
-
-def towards_orthogonal(matrices: Tensor, scales: Tensor) -> Tensor:
-    """½(I − WWᵀ/s²)W of each W in (n, out, in): added to W, it takes a singular value s(1 + ε) to s(1 − 3ε²/2 − ε³/2).
-
-    Newton and Schulz' iteration for the polar factor (Higham 2008, Sec. 8.3), with the product on the short side.
-    scales: (n, 1, 1).
-    """
-    short = _shortfall(matrices, scales)
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    return 0.5 * (matrices @ short if tall else short @ matrices)
-
-
-def _shortfall(matrices: Tensor, scales: Tensor) -> Tensor:
-    """I − WWᵀ/s², or I − WᵀW/s² where W is taller than wide: 0 for an orthogonal matrix."""
-    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
-    return torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device) - wide @ wide.mT / scales**2
-
-
 def keep_orthogonal(optimizer: Optimizer, roles: Sequence[str]) -> None:
     """From now on every step of the optimiser ends with `towards_orthogonal` of the matrices in groups of these names.
 
@@ -241,3 +214,25 @@ def _checked_scale(matrix: Tensor) -> Tensor:
         f"are {float(values.min()):.3g} to {float(values.max()):.3g} times their root mean square. "
         "Use --set model.init=orthogonal, or leave its role out of optimizer.keep_orthogonal"
     )
+
+
+def orthogonal_scale(matrix: Tensor) -> Tensor:
+    """s of a matrix whose singular values are all s: their root mean square."""
+    return torch.linalg.matrix_norm(matrix, keepdim=True) / math.sqrt(min(matrix.shape[-2:]))
+
+
+def towards_orthogonal(matrices: Tensor, scales: Tensor) -> Tensor:
+    """½(I − WWᵀ/s²)W of each W in (n, out, in): added to W, it takes a singular value s(1 + ε) to s(1 − 3ε²/2 − ε³/2).
+
+    Newton and Schulz' iteration for the polar factor (Higham 2008, Sec. 8.3), with the product on the short side.
+    scales: (n, 1, 1).
+    """
+    short = _shortfall(matrices, scales)
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    return 0.5 * (matrices @ short if tall else short @ matrices)
+
+
+def _shortfall(matrices: Tensor, scales: Tensor) -> Tensor:
+    """I − WWᵀ/s², or I − WᵀW/s² where W is taller than wide: 0 for an orthogonal matrix."""
+    wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    return torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device) - wide @ wide.mT / scales**2

@@ -8,59 +8,12 @@ from torch import Tensor
 
 from skipless.training.distributed import gathered, resharded
 
+_SIDES = ("left", "right")
+_BATCH_ENTRIES = 2**26  # of the bases of one side of a batch: a quarter of a GB, and a few such live at once
 # Of an average's norm: what lies below is rounding in float32, and its eigenvectors are left as they are.
 _FLOOR = 1e-6
 _SMALLEST_NORM = 1e-100
 _PASSES = 2
-
-
-def eigenvectors(matrices: Tensor) -> Tensor:
-    """Columns (n, w, w) from the largest eigenvalue down. Where float32 does not converge, float64 does."""
-    try:
-        vectors = torch.linalg.eigh(matrices).eigenvectors
-    except torch.linalg.LinAlgError:
-        vectors = torch.linalg.eigh(matrices.double()).eigenvectors.to(matrices.dtype)
-    return vectors.flip(-1).contiguous()
-
-
-def power_step(matrices: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
-    """Q ← qr(PQ) for each P and Q of (n, w, w), columns first sorted by the eigenvalues they stand for, and the order.
-
-    On a GPU, where Householder's QR takes one matrix at a time, by Cholesky's: 36 matrices 1024 wide take 19 ms instead
-    of 167 on an H200. A column may change its sign with it.
-    """
-    images = matrices @ bases
-    order = (bases * images).sum(dim=-2).argsort(dim=-1, descending=True, stable=True)
-    columns = order.unsqueeze(-2).expand_as(images)
-    images, bases = images.gather(-1, columns), bases.gather(-1, columns)
-    found = qr_by_cholesky(images, bases) if _many_at_once(images) else None
-    return torch.linalg.qr(images).Q if found is None else found, order
-
-
-def _many_at_once(images: Tensor) -> bool:
-    return images.is_cuda
-
-
-def qr_by_cholesky(images: Tensor, bases: Tensor) -> Tensor | None:
-    """The orthogonal factor of PQ + δQ for images PQ, with δ = 1e-6‖P‖; None where float64 does not suffice.
-
-    P + δI has P's eigenvectors and a condition of at most 1e6, so that Cholesky's factor R of XᵀX exists in float64;
-    XR⁻¹ is orthogonal to 1e-4 after one pass and to rounding after the second (Fukaya et al. 2020).
-    """
-    x = images.double()
-    x = x + (_FLOOR * torch.linalg.matrix_norm(x, keepdim=True) + _SMALLEST_NORM) * bases
-    failures = []
-    for _ in range(_PASSES):
-        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-        lower, info = torch.linalg.cholesky_ex(x.mT @ x)
-        x = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
-        failures.append(info)
-    return None if bool(torch.stack(failures).any()) else x.to(images.dtype)
-
-
-_SIDES = ("left", "right")
-_BATCH_ENTRIES = 2**26  # of the bases of one side of a batch: a quarter of a GB, and a few such live at once
-
 States = Sequence[dict[str, Tensor]]
 
 
@@ -170,13 +123,6 @@ class SOAP(torch.optim.Optimizer):
             _renew_bases(states)
 
 
-def _updates(state: dict[str, Tensor], itself: bool) -> int | None:
-    """How many a matrix has had; -1 where to look would wait for the device, None where it has not begun."""
-    if not state:
-        return None
-    return int(state["step"]) if itself else -1
-
-
 def _check_parameter(parameter: Tensor) -> None:
     if parameter.ndim != 2:
         raise ValueError(f"SOAP takes matrices, and one parameter is {tuple(parameter.shape)}; leave it to Adam")
@@ -184,6 +130,13 @@ def _check_parameter(parameter: Tensor) -> None:
         raise ValueError(
             f"SOAP's bases need float32 parameters, and one is {parameter.dtype}; keep float32 weights and use autocast"
         )
+
+
+def _updates(state: dict[str, Tensor], itself: bool) -> int | None:
+    """How many a matrix has had; -1 where to look would wait for the device, None where it has not begun."""
+    if not state:
+        return None
+    return int(state["step"]) if itself else -1
 
 
 def _step_device(gradients: Tensor, itself: bool) -> torch.device:
@@ -202,21 +155,8 @@ def _start(states: States, gradients: Tensor, group: dict[str, Any]) -> None:
                 state[f"{side}_average"] = gradient.new_zeros(width, width)
                 state[f"{side}_basis"] = torch.empty_like(state[f"{side}_average"])
     _average_products(states, gradients, group["betas"][1])
-    for side in _turned(states):
+    for side in _sides_with_bases(states):
         torch._foreach_copy_(_all(states, f"{side}_basis"), eigenvectors(_stack(states, f"{side}_average")).unbind())
-
-
-def _all(states: States, name: str) -> list[Tensor]:
-    return [state[name] for state in states]
-
-
-def _stack(states: States, name: str) -> Tensor:
-    return torch.stack(_all(states, name))
-
-
-def _turned(states: States) -> list[str]:
-    """The sides that have bases."""
-    return [side for side in _SIDES if f"{side}_basis" in states[0]]
 
 
 def _directions(states: States, gradients: Tensor, betas: tuple[float, float], eps: float) -> Tensor:
@@ -224,7 +164,7 @@ def _directions(states: States, gradients: Tensor, betas: tuple[float, float], e
     step = states[0]["step"]
     count = int(step) if step.is_cpu else step
     averages, squares = _all(states, "exp_avg"), _all(states, "exp_avg_sq")
-    bases = {side: _stack(states, f"{side}_basis") for side in _turned(states)}
+    bases = {side: _stack(states, f"{side}_basis") for side in _sides_with_bases(states)}
     torch._foreach_lerp_(averages, gradients.unbind(), 1.0 - betas[0])
     rotated = _rotate(bases, gradients).unbind()
     torch._foreach_mul_(squares, betas[1])
@@ -245,16 +185,73 @@ def _rotate(bases: dict[str, Tensor], matrices: Tensor, back: bool = False) -> T
 
 def _average_products(states: States, gradients: Tensor, beta: float) -> None:
     """GGᵀ on the left, GᵀG on the right."""
-    for side in _turned(states):
+    for side in _sides_with_bases(states):
         factors = gradients if side == "left" else gradients.mT
         torch._foreach_lerp_(_all(states, f"{side}_average"), (factors @ factors.mT).unbind(), 1.0 - beta)
 
 
 def _renew_bases(states: States) -> None:
-    for side in _turned(states):
+    for side in _sides_with_bases(states):
         bases, order = power_step(_stack(states, f"{side}_average"), _stack(states, f"{side}_basis"))
         torch._foreach_copy_(_all(states, f"{side}_basis"), bases.unbind())
         squares = _stack(states, "exp_avg_sq")
         index = order.unsqueeze(-1 if side == "left" else -2).expand_as(squares)
         moved = squares.gather(-2 if side == "left" else -1, index)
         torch._foreach_copy_(_all(states, "exp_avg_sq"), moved.unbind())
+
+
+def _all(states: States, name: str) -> list[Tensor]:
+    return [state[name] for state in states]
+
+
+def _stack(states: States, name: str) -> Tensor:
+    return torch.stack(_all(states, name))
+
+
+def _sides_with_bases(states: States) -> list[str]:
+    """The sides that have bases."""
+    return [side for side in _SIDES if f"{side}_basis" in states[0]]
+
+
+def eigenvectors(matrices: Tensor) -> Tensor:
+    """Columns (n, w, w) from the largest eigenvalue down. Where float32 does not converge, float64 does."""
+    try:
+        vectors = torch.linalg.eigh(matrices).eigenvectors
+    except torch.linalg.LinAlgError:
+        vectors = torch.linalg.eigh(matrices.double()).eigenvectors.to(matrices.dtype)
+    return vectors.flip(-1).contiguous()
+
+
+def power_step(matrices: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
+    """Q ← qr(PQ) for each P and Q of (n, w, w), columns first sorted by the eigenvalues they stand for, and the order.
+
+    On a GPU, where Householder's QR takes one matrix at a time, by Cholesky's: 36 matrices 1024 wide take 19 ms instead
+    of 167 on an H200. A column may change its sign with it.
+    """
+    images = matrices @ bases
+    order = (bases * images).sum(dim=-2).argsort(dim=-1, descending=True, stable=True)
+    columns = order.unsqueeze(-2).expand_as(images)
+    images, bases = images.gather(-1, columns), bases.gather(-1, columns)
+    found = qr_by_cholesky(images, bases) if _many_at_once(images) else None
+    return torch.linalg.qr(images).Q if found is None else found, order
+
+
+def _many_at_once(images: Tensor) -> bool:
+    return images.is_cuda
+
+
+def qr_by_cholesky(images: Tensor, bases: Tensor) -> Tensor | None:
+    """The orthogonal factor of PQ + δQ for images PQ, with δ = 1e-6‖P‖; None where float64 does not suffice.
+
+    P + δI has P's eigenvectors and a condition of at most 1e6, so that Cholesky's factor R of XᵀX exists in float64;
+    XR⁻¹ is orthogonal to 1e-4 after one pass and to rounding after the second (Fukaya et al. 2020).
+    """
+    x = images.double()
+    x = x + (_FLOOR * torch.linalg.matrix_norm(x, keepdim=True) + _SMALLEST_NORM) * bases
+    failures = []
+    for _ in range(_PASSES):
+        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+        lower, info = torch.linalg.cholesky_ex(x.mT @ x)
+        x = torch.linalg.solve_triangular(lower.mT, x, upper=True, left=False)
+        failures.append(info)
+    return None if bool(torch.stack(failures).any()) else x.to(images.dtype)
