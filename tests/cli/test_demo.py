@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from skipless.cli import demo as cli_demo
 from skipless.cli import main
 from skipless.data.prepare import Preparation
 from skipless.data.tokenizer import Bytes
-from skipless.paper import demo as paper_demo
-from skipless.paper.demo import DEMO, Size
+from skipless.paper import workers
+from skipless.paper.demo import DEMO, SCALE, demo_scale
 from skipless.training import step
 from skipless.training.run import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TINY = Size(depth=6, width=16, heads=2, length=16, batch_size=2, eval_tokens=64)
-RUN = cli_demo.run
+TINY = replace(SCALE, width=16, head_width=8, length=16, batch_size=2, training={**SCALE.training, "eval_tokens": 64})
+SHALLOW = replace(DEMO, arms=tuple(replace(arm, changes={"depth": 6}) for arm in DEMO.arms))
 ARMS = ("pre-ln", "standard", "e-spa")
 
 
@@ -51,8 +52,9 @@ class Demo:
 @pytest.fixture
 def demo(tmp_path: Path, capsys, monkeypatch, text: Preparation) -> Demo:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli_demo, "run", partial(RUN, size=TINY))
-    monkeypatch.setattr(cli_demo, "prepare_text", partial(paper_demo.prepare_text, plan=text))
+    monkeypatch.setattr(cli_demo, "DEMO", SHALLOW)
+    monkeypatch.setattr(cli_demo, "demo_scale", partial(demo_scale, scale=TINY))
+    monkeypatch.setattr(cli_demo, "TEXT", text)
     monkeypatch.setattr(cli_demo, "SAMPLE_TOKENS", 20)
     return Demo(capsys, monkeypatch)
 
@@ -82,7 +84,7 @@ def test_end_to_end_and_again(demo, monkeypatch) -> None:
     assert all(path.is_file() for path in written)
     assert "3/3 E-SPA (skips: none, norms: none): 6 steps" in err
 
-    monkeypatch.setattr(cli_demo, "train", lambda *_, **__: pytest.fail("it trains again"))
+    monkeypatch.setattr(workers, "train", lambda *_, **__: pytest.fail("it trains again"))
     (home / "demo.png").unlink()
     again, err = demo("--steps", "6")
     assert again == out
@@ -162,7 +164,8 @@ def test_without_matplotlib_all_but_the_picture_is_there(demo, monkeypatch) -> N
 
 @pytest.mark.slow
 def test_the_full_networks_take_a_step(demo, monkeypatch) -> None:
-    monkeypatch.setattr(cli_demo, "run", partial(RUN, size=DEMO))
+    monkeypatch.setattr(cli_demo, "DEMO", DEMO)
+    monkeypatch.setattr(cli_demo, "demo_scale", demo_scale)
     out, _ = demo("--steps", "2")
     verdicts = [line.rsplit("  ", 1)[1] for line in out.splitlines()[2:5]]
     assert verdicts[0] == verdicts[2] == "preserved"

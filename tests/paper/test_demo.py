@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,14 @@ import pytest
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import TokenStore
 from skipless.data.tokenizer import Bytes
-from skipless.paper.demo import DEMO, E_SPA, PRE_LN, STANDARD, Size, arms, counting, shown_blocks
+from skipless.paper.demo import DEMO, SCALE, counting, demo_runs, demo_scale, shown_blocks
+from skipless.paper.experiments import PaperTable, Scale, Setting, Text
+from skipless.paper.runs import Run
 from skipless.theory.schemes import ExponentialSPA, StandardAttention
-from skipless.training.config import Experiment
+from skipless.training.config import Experiment, OptimizerConfig
 
-SMALL = Size(depth=6, width=16, heads=2, length=16, batch_size=2, eval_tokens=100)
+SMALL = replace(SCALE, width=16, head_width=8, length=16, batch_size=2, training={**SCALE.training, "eval_tokens": 100})
+SHALLOW = replace(DEMO, arms=tuple(replace(arm, changes={"depth": 6}) for arm in DEMO.arms))
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +32,12 @@ def data(tmp_path_factory) -> Path:
     return home / "data"
 
 
+def runs(data: Path, scale: Scale = SCALE, seed: int = 0, table: PaperTable = DEMO) -> list[Run]:
+    return demo_runs(Setting.of(scale, Text.read(data)), seed, table)
+
+
 def test_arms_differ_in_network_and_rate_only(data: Path) -> None:
-    first, *others = (arm.experiment for arm in arms(data, 20, seed=3))
+    first, *others = (run.experiment for run in runs(data, demo_scale(20), seed=3))
     assert first.train.steps == 20
     assert first.train.seed == 3
     assert first.train.warmup == 2
@@ -41,38 +49,46 @@ def test_arms_differ_in_network_and_rate_only(data: Path) -> None:
 
 
 def test_arms_are_what_the_table_says(data: Path) -> None:
-    pre_ln, standard, e_spa = arms(data, size=SMALL)
-    assert [arm.name for arm in (pre_ln, standard, e_spa)] == [PRE_LN, STANDARD, E_SPA]
-    assert [arm.skips for arm in (pre_ln, standard, e_spa)] == ["yes", "none", "none"]
-    assert [arm.norms for arm in (pre_ln, standard, e_spa)] == ["RMSNorm", "RMSNorm", "none"]
+    pre_ln, standard, e_spa = runs(data, SMALL, table=SHALLOW)
+    assert [run.arm for run in (pre_ln, standard, e_spa)] == ["pre-ln", "standard", "e-spa"]
+    assert [run.experiment.model.skipless for run in (pre_ln, standard, e_spa)] == [False, True, True]
+    assert [run.experiment.model.norm for run in (pre_ln, standard, e_spa)] == ["pre", "pre", "none"]
     assert isinstance(standard.experiment.model.scheme, StandardAttention)
     assert e_spa.experiment.model.vanilla
 
 
 def test_e_spa_takes_the_repeat_rate_of_the_text(data: Path) -> None:
-    scheme = arms(data)[2].experiment.model.scheme
+    scheme = runs(data)[2].experiment.model.scheme
     assert isinstance(scheme, ExponentialSPA)
     assert scheme.repeat_rate == round(TokenStore(data).repeat_rate or 0.0, 3) == pytest.approx(0.498, abs=0.003)
 
 
 def test_experiments_survive_json(data: Path) -> None:
-    for arm in arms(data):
-        assert Experiment.from_json(arm.experiment.to_json()) == arm.experiment
+    for run in runs(data):
+        assert Experiment.from_json(run.experiment.to_json()) == run.experiment
 
 
-def test_the_full_size_is_deep() -> None:
-    assert DEMO.depth == 36
+def test_the_demo_is_deep_narrow_and_short(data: Path) -> None:
+    """36 × 96 on 64 bytes at a time; 120 steps of Muon, each arm at its own rate; probed, and resumable."""
+    for run, rate in zip(runs(data), (1e-2, 5e-4, 2e-3), strict=True):
+        model, train, optimizer = run.experiment.model, run.experiment.train, run.experiment.optimizer
+        assert (model.depth, model.width, model.heads, model.length) == (36, 96, 4, 64)
+        assert (train.steps, train.batch_size, train.length, train.warmup) == (120, 16, 64, 12)
+        assert (train.ema, train.eval_every, train.eval_tokens, train.on_divergence) == (0.1, 120, 16_384, "halve-lr")
+        assert (train.probe_at, train.checkpoint_every, train.keep) == ((0, 119), 50, 1)
+        assert optimizer == OptimizerConfig("muon", rate=rate, embedding_rate=2e-3)
+        assert (run.experiment.name, run.weights) == (run.arm, True)
 
 
 @pytest.mark.parametrize("steps", [-1, 0, 1])
 def test_too_few_steps(data: Path, steps: int) -> None:
     with pytest.raises(ValueError, match=f"--steps is {steps}; the shortest schedule is .*: 2"):
-        arms(data, steps)
-    assert arms(data, 2)[0].experiment.train.warmup == 1
+        demo_scale(steps)
+    assert runs(data, demo_scale(2))[0].experiment.train.warmup == 1
 
 
 def test_counting_is_the_entropy_of_symbols(data: Path) -> None:
-    found = counting(arms(data, size=SMALL)[0])
+    found = counting(runs(data, SMALL)[0])
     # 400 a, 400 b and an end, each counted once more, and 253 symbols counted once
     shares = np.array([401, 401, 2, *[1] * 253]) / (801 + 256)
     assert found.train == pytest.approx(-(shares * np.log(shares)).sum(), rel=1e-12)
@@ -81,8 +97,8 @@ def test_counting_is_the_entropy_of_symbols(data: Path) -> None:
 
 
 def test_counting_scores_no_more_than_there_is(data: Path) -> None:
-    everything = dataclasses.replace(SMALL, eval_tokens=10**6)
-    assert counting(arms(data, size=everything)[0]).valid_bits == pytest.approx(-math.log2(401 / 1057), rel=1e-12)
+    everything = replace(SMALL, training={**SMALL.training, "eval_tokens": 10**6})
+    assert counting(runs(data, everything)[0]).valid_bits == pytest.approx(-math.log2(401 / 1057), rel=1e-12)
 
 
 @pytest.mark.parametrize(("depth", "blocks"), [(36, [0, 1, 6, 12, 36]), (6, [0, 1, 2, 6]), (1, [0, 1])])

@@ -1,10 +1,10 @@
-"""A crew of processes that is told to stop, by a signal that only the one who leads it hears."""
+"""Worker processes that are told to stop, by a signal that their parent alone hears; and runs that were left behind."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -23,6 +23,14 @@ from skipless.paper.workers import RunRequest, Scheduler, run_one
 DAYS = 1_000_000  # steps
 
 
+@pytest.fixture(autouse=True)
+def hears_ctrl_c() -> Iterator[None]:
+    """As in a terminal: what a script starts in the background is told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     """Two processes with one run, of days."""
@@ -36,8 +44,8 @@ def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     return Scheduler([table], setting, ResultsFolder(tmp_path / "results", "tiny"), Limits(jobs=2, device="cpu"))
 
 
-def interrupted(crew: Scheduler, when: Callable[[], object]) -> float:
-    """Seconds from a SIGINT to this process until all of the crew have ended."""
+def interrupted(scheduler: Scheduler, when: Callable[[], object]) -> float:
+    """Seconds from a SIGINT to this process until all workers have ended."""
     sent: list[float] = []
 
     def send() -> None:
@@ -55,18 +63,18 @@ def interrupted(crew: Scheduler, when: Callable[[], object]) -> float:
     threading.Thread(target=send, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            crew.work()
+            scheduler.work()
     finally:
         rescue.cancel()
     return time.monotonic() - sent[0]
 
 
-def runs(crew: Scheduler) -> list[Path]:
-    return sorted((crew.results.path / "runs").glob("*/"))
+def runs(scheduler: Scheduler) -> list[Path]:
+    return sorted((scheduler.results.path / "runs").glob("*/"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_signal_to_the_leader_alone_stops_and_saves_a_run(endless: Scheduler) -> None:
+def test_a_signal_to_the_parent_alone_stops_and_saves_a_run(endless: Scheduler) -> None:
     took = interrupted(endless, lambda: any((run / "metrics.jsonl").is_file() for run in runs(endless)))
     assert took < 60.0
     (run,) = runs(endless)

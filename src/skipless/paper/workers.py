@@ -33,7 +33,7 @@ from skipless.paper.runs import CPU, H200, Limits, Listener, Run, missing, run_s
 from skipless.training import trainer
 from skipless.training.config import Experiment
 from skipless.training.divergence import Diverged
-from skipless.training.run import EXPERIMENT, METRICS, RunFinishedError, git_state, read_experiment, read_metrics
+from skipless.training.run import EXPERIMENT, FINISHED, METRICS, git_state, read_experiment, read_metrics
 from skipless.training.trainer import OutOfTime, RunLimits, train
 
 _SPENT = "spent.txt"  # in a run's folder: its seconds so far
@@ -288,7 +288,8 @@ def run_one(request: RunRequest) -> Record | None:
     A run that diverges is recorded with an infinite loss.
     """
     run, folder = request.run, request.folder
-    _clear_other(run.experiment, folder)
+    if not (folder / FINISHED).is_file():
+        _clear_other(run.experiment, folder)
     began, before, outcome = time.monotonic(), _spent(folder), _where(request.device)
     try:
         outcome |= _trained(request)
@@ -309,6 +310,8 @@ def run_one(request: RunRequest) -> Record | None:
 
 def _trained(request: RunRequest) -> dict[str, Any]:
     """Train. A sweep meets growing gradients on purpose: a quiet run does not warn of them."""
+    if (request.folder / FINISHED).is_file():  # an earlier call was killed between its end and its record
+        return {"step_seconds": float("nan")}
     logger, run = logging.getLogger("skipless"), request.run
     limits = RunLimits(seconds=request.seconds, weights=run.weights or run.measure == "tasks")
     before = logger.level
@@ -318,8 +321,6 @@ def _trained(request: RunRequest) -> dict[str, Any]:
         folder, device, quiet = request.folder, request.device, request.quiet
         done = train(run.experiment, folder, resume=True, device=device, quiet=quiet, limits=limits)
         return {"step_seconds": done.step_seconds}
-    except RunFinishedError:  # an earlier call was killed between its end and its record
-        return {"step_seconds": float("nan")}
     except Diverged as error:
         return {"step_seconds": float("nan"), "diverged_at": error.step}
     finally:
