@@ -379,6 +379,25 @@ def test_list(reproduce) -> None:
     assert next(line for line in again.splitlines() if line.startswith("kernels ")).endswith("all")
 
 
+def test_the_list_is_quick_and_needs_no_torch() -> None:
+    """Over the committed results; seconds of the processor, whatever else the machine does."""
+    code = """
+import sys, time
+sys.argv = ["skipless", "reproduce", "--list"]
+from skipless.cli import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code
+assert not {"torch", "matplotlib", "transformers"} & set(sys.modules)
+assert time.process_time() < 2.5, time.process_time()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "small: all" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -12,6 +12,7 @@ Departs: the two papers bound the target over every subnetwork, the residual bra
 itself meets it. The two agree without skips.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,6 +42,7 @@ class TooFewLayers(ValueError):
         self.largest_xi = largest_xi
 
 
+@functools.cache  # the same few are asked for again and again
 def dks(base: str, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> ShapedActivation:
     """Deep Kernel Shaping: Q(1) = 1, Q'(1) = 1, C(0) = 0, and C'(1) = ψ with C'_f(1) = `xi` (Martens et al. 2021).
 
@@ -63,6 +65,7 @@ def dks(base: str, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> Sha
         ) from end
 
 
+@functools.cache
 def tat(
     base: str,
     depth: int,
