@@ -17,7 +17,7 @@ from skipless.data.prepare import Preparation
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
 from skipless.paper.demo import DEMO, SCALE, demo_scale
-from skipless.training import step
+from skipless.training import trainer
 from skipless.training.run import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,7 +98,7 @@ def test_end_to_end_and_again(demo, monkeypatch) -> None:
 
 def test_an_interruption_resumes_to_the_same_numbers(demo, monkeypatch) -> None:
     demo("--steps", "6", "--out", "whole")
-    inner = step.cross_entropy
+    inner = trainer.cross_entropy
     calls: list[int] = []
 
     def interrupted(*args, **kwargs):
@@ -107,7 +107,7 @@ def test_an_interruption_resumes_to_the_same_numbers(demo, monkeypatch) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return inner(*args, **kwargs)
 
-    monkeypatch.setattr(step, "cross_entropy", interrupted)
+    monkeypatch.setattr(trainer, "cross_entropy", interrupted)
     _, err = demo("--steps", "6", code=130)
     assert err.splitlines()[-1].endswith(
         "stopped while training standard attention; the same command goes on from there"
