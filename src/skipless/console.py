@@ -85,9 +85,9 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-def print_text(console: "Console", words: str, style: str = "") -> None:
-    """Words as they are: nothing in them is markup. Lines are broken in a terminal only."""
-    console.print(words, markup=False, highlight=False, style=style, soft_wrap=not console.is_terminal)
+def print_text(console: "Console", words: str, style: str = "", *, wrap: bool = False) -> None:
+    """Words as they are: nothing in them is markup. wrap: broken into lines, in a terminal."""
+    console.print(words, markup=False, highlight=False, style=style, soft_wrap=not (wrap and console.is_terminal))
 
 
 _MOST_LISTED = 30
@@ -103,7 +103,7 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     return f"there are {', '.join(known[:_MOST_LISTED])}{more}"
 
 
-def near_names(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """Up to three names that are near, the nearest first: those that differ in case or in what precedes a slash."""
     known, word = list(known), name.lower()
     same = [each for each in known if word in (each.lower(), each.lower().rpartition("/")[2])]

@@ -6,7 +6,7 @@ import typer
 from typer.testing import CliRunner
 
 from skipless.cli import inspect as cli
-from skipless.cli.inspect import Request, rows_of
+from skipless.cli.inspect import InspectArguments, rows_of
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.hf.modeling import SkiplessForCausalLM
@@ -104,8 +104,9 @@ def test_weights_of_another_configuration_are_named(tmp_path, field, value):
 
 
 def batch_of(**typed) -> torch.Tensor:
-    request = Request(**{"length": 16, "rows": 2, **typed})
-    return request.batch(*request.open())
+    asked = InspectArguments(**{"length": 16, "rows": 2, **typed})
+    asked.check()
+    return asked.batch(*asked.open())
 
 
 def test_a_corpus_is_read_with_the_models_own_tokenizer(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from skipless.cli import main
-from skipless.console import check_target, print_table, write_whole
+from skipless.console import check_target, print_table, write_output
 from skipless.inspection import prediction
 from skipless.inspection.prediction import InputSignal
 from skipless.model.presets import preset
@@ -161,7 +161,7 @@ def test_a_presets_mlps_can_be_left_out(kernels) -> None:
         (("e-spa", "--seed", "1", "--input", "average"), "leave one of them out"),
         (("e-spa", "--repeat-rate", "1.5"), "0.008 for 32k SentencePiece"),
         (("standard", "--depth", "0"), "at least 1"),
-        (("standard", "--activation", "swish"), "choose from gelu"),
+        (("standard", "--activation", "swish"), "there are gelu"),
         (("standard", "--figure", "x.jpg"), ".png, .pdf, .svg"),
         (("standard", "--figure", "x.png", "--no-figure"), "contradict"),
         (("standard", "--figure", ".png/"), "must end in"),
@@ -270,7 +270,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> No
 
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(OSError, match=r"x\.json"):
-        write_whole(tmp_path / "x.json", b"data")
+        write_output(tmp_path / "x.json", b"data")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -291,7 +291,7 @@ def test_a_symlink_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link.json").symlink_to(Path("there") / "data.json")
     for data in (b"first", b"second"):  # the target is made, then replaced
-        write_whole(tmp_path / "link.json", data)
+        write_output(tmp_path / "link.json", data)
         assert (tmp_path / "link.json").is_symlink()
         assert (tmp_path / "there" / "data.json").read_bytes() == data
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["data.json", "link.json", "there"]
@@ -304,7 +304,7 @@ def test_a_pipe_gets_the_data_and_stays(tmp_path: Path) -> None:
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         check_target(pipe)
-        write_whole(pipe, b"data")
+        write_output(pipe, b"data")
         assert pipe.is_fifo()
         assert os.read(reader, 100) == b"data"
     finally:

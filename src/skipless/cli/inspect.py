@@ -1,353 +1,43 @@
 """`skipless inspect`: where the signal of any transformer dies."""
 
-import difflib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import torch
 import typer
-from rich.console import Console
-from rich.text import Text
-from torch import Tensor, nn
-from transformers.utils.logging import disable_progress_bar
 
-from skipless.console import check_apart, check_figure, check_fits, check_target, print_table, write_output
+import skipless
+from skipless.console import (
+    check_apart,
+    check_figure,
+    check_fits,
+    check_target,
+    near_names,
+    print_table,
+    print_text,
+    write_output,
+)
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import open_corpus
-from skipless.inspection.inspect import inspect, rounding, with_rounding
 from skipless.inspection.inspection import Inspection
-from skipless.inspection.load import FAMILIES, build_family, open_pretrained
+from skipless.inspection.load import FAMILIES, build_family, open_pretrained, pretrained_tokenizer
 from skipless.model import presets
-from skipless.model.transformer import Transformer
-from skipless.training.distributed import find_device
+from skipless.training.load import find_tokenizer, load_model
+from skipless.training.run import EXPERIMENT
 
-Encode = Callable[[str], Any]
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+    from torch import Tensor, nn
 
-
-def from_file(path: Path, encode: Encode, shape: tuple[int, int], vocabulary: int) -> Tensor:
-    """The beginning of one file, read as it is."""
-    if not path.is_file():
-        raise ValueError(f"--text is {path}, which is no file; give a text file, or --corpus for a folder or a name")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text is {path}, which is not UTF-8 text ({error})") from error
-    return rows_of(iter([encode(text)]), shape, vocabulary, str(path))
-
-
-def from_corpus(spec: str, encode: Encode, shape: tuple[int, int], vocabulary: int) -> Tensor:
-    """The first documents of a corpus, one after another. A prepared folder has its tokens already."""
-    if (Path(spec) / MANIFEST).is_file():
-        store = TokenStore(spec)
-        if store.vocab_size > vocabulary:
-            raise ValueError(
-                f"{spec} was prepared with {store.vocab_size:,} tokens and the model knows {vocabulary:,}: prepare the "
-                "text with the model's own tokenizer, or name the text itself"
-            )
-        return rows_of(store.pieces(shape[0] * shape[1]), shape, vocabulary, spec)
-    return rows_of((encode(document) for document in open_corpus(spec)), shape, vocabulary, spec)
-
-
-def rows_of(pieces: Iterator[Any], shape: tuple[int, int], vocabulary: int, source: str) -> Tensor:
-    """(rows, length) of consecutive tokens; of `pieces`, sequences of tokens, no more are read than that takes."""
-    rows, length = shape
-    found, wanted = [], rows * length
-    for piece in pieces:
-        found.append(np.asarray(piece, dtype=np.int64)[: wanted - sum(map(len, found))])
-        if sum(map(len, found)) == wanted:
-            break
-    tokens = np.concatenate([np.empty(0, np.int64), *found])
-    if len(tokens) < wanted:
-        raise ValueError(
-            f"{source} holds {len(tokens)} tokens; {rows} rows of {length} need {wanted}: use a longer text"
-            f"{_fitting(len(tokens), rows, length)}"
-        )
-    if tokens.max() >= vocabulary:
-        raise ValueError(
-            f"{source} has token {tokens.max()}, but the model knows {vocabulary}: read it with the model's own "
-            "tokenizer (--tokenizer)"
-        )
-    return torch.from_numpy(tokens).reshape(rows, length)
-
-
-def _fitting(tokens: int, rows: int, length: int) -> str:
-    """The shape nearest to what was asked for that so few tokens fill, if there is one."""
-    if tokens >= length:
-        return f", or --batch {tokens // length}"
-    if tokens >= 2 * rows:
-        return f", or --length {tokens // rows}"
-    return f", or --batch 1 --length {tokens}" if tokens >= 2 else ""
-
-
-_FIELDS = {"depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
-
-
-def family(name: str, sizes: Mapping[str, int]) -> nn.Module:
-    """The family with the sizes given; what transformers refuses, and what memory cannot hold, ends in one line."""
-    asked = " ".join([f"hf:{name}", *(f"--{size} {value}" for size, value in sizes.items())])
-    fields = {_FIELDS[size]: value for size, value in sizes.items()}
-    try:
-        with torch.device("meta"):
-            outline = build_family(name, **fields)
-    except Exception as error:  # each family checks its sizes in its own way
-        why = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-        why = why.removeprefix("ValueError: ").rstrip(".")
-        raise ValueError(f"{asked} cannot be built: {why}{_nearest_width(name, sizes)}") from error
-    check_fits(sum(weight.numel() for weight in outline.parameters()), asked)
-    return build_family(name, **fields)
-
-
-def _nearest_width(name: str, sizes: Mapping[str, int]) -> str:
-    """Most families split their width into heads evenly, and rotary positions each head in two."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    if (kind := FAMILIES.get(name, name)) not in CONFIG_MAPPING_NAMES:
-        return ""
-    usual = CONFIG_MAPPING[kind]()
-    width, heads = (sizes.get(size) or getattr(usual, _FIELDS[size], None) for size in ("width", "heads"))
-    if not width or not heads or width % (2 * heads) == 0:
-        return ""
-    return f"; use --width {2 * heads * max(round(width / (2 * heads)), 1)}"
-
-
-_BARS = "▁▂▃▄▅▆▇█"
-_HEAT = ("#2c7bb6", "#00a6ca", "#00ccbc", "#90eb9d", "#f9d057", "#f29e2e", "#e76818", "#d7191c")
-
-
-def strips(found: Inspection) -> list[Text]:
-    """One line per quantity, a cell per block: taller and redder is nearer to trouble."""
-    blocks = found.blocks
-    cosine = [each.cosine_mean for each in blocks]
-    norm = [_decades(each.norm_mean, blocks[0].norm_mean) for each in blocks]
-    gradient = [_decades(each.gradient_mean, 1.0) for each in blocks]
-    lines = [_strip("cosine", cosine, 1.0), _strip("norm", norm, 3.0), _strip("gradient", gradient, 6.0)]
-    if blocks[-1].rounding is not None:
-        lines.append(_strip("rounding", [each.rounding or 0.0 for each in blocks], 1.0))
-    legend = Text("0 … depth; cosine to 1, norm² and gradient² in decades from the input's (3) and the output's (6)")
-    legend.stylize("dim")
-    return [*lines, legend]
-
-
-def _decades(value: float | None, unit: float) -> float:
-    """How many powers of ten from the unit; NaN where that means nothing."""
-    if value is None or not math.isfinite(value) or value <= 0 or unit <= 0:
-        return math.nan
-    return abs(math.log10(value / unit))
-
-
-def _strip(name: str, values: Sequence[float], worst: float) -> Text:
-    line = Text(f"{name:<9}")
-    for value in values:
-        if math.isnan(value):
-            line.append("×", style="dim")
-            continue
-        level = min(int(max(value, 0.0) / worst * len(_BARS)), len(_BARS) - 1)
-        line.append(_BARS[level], style=_HEAT[level])
-    return line
-
-
+Encode = Callable[[str], Any]  # of a tokenizer
 _LENGTH = 128
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What was typed. length, and depth, width and heads in sizes, are None where they were not given."""
-
-    model: str
-    text: Path | None = None
-    corpus: str | None = None
-    tokenizer: str | None = None
-    length: int | None = None
-    rows: int = 2
-    sizes: Mapping[str, int | None] | None = None
-    seed: int = 0
-
-    def open(self) -> tuple[nn.Module, Encode | None]:
-        """The model and its tokenizer, if it has one."""
-        if self.length is not None and self.length < 2:
-            raise ValueError(f"--length is {self.length}; cosines compare locations, so give at least 2")
-        if self.rows < 1:
-            raise ValueError(f"--batch is {self.rows}; give at least 1 row")
-        if self.text is not None and self.corpus is not None:
-            raise ValueError(
-                f"--text {self.text} and --corpus {self.corpus} are both given; a batch is of one: drop one"
-            )
-        if self.tokenizer is not None and not self.reads:
-            raise ValueError(f"--tokenizer is {self.tokenizer}, but no text is read; add --corpus or --text")
-        torch.manual_seed(self.seed)
-        disable_progress_bar()
-        sizes = {name: value for name, value in (self.sizes or {}).items() if value is not None}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"--{name} is {value}; give at least 1")
-        if self.model.startswith("hf:"):
-            return family(self.model[3:], sizes), None
-        folder = Path(self.model)
-        if not folder.is_dir():
-            return _preset(self.model, sizes), None
-        if sizes:
-            raise ValueError(f"--{next(iter(sizes))} is for presets and families; the weights in {folder} have theirs")
-        return _stored(folder, need_tokenizer=self.reads and self.tokenizer is None)
-
-    @property
-    def reads(self) -> bool:
-        """Whether tokens come from a text."""
-        return self.text is not None or self.corpus is not None
-
-    def batch(self, model: nn.Module, encode: Encode | None) -> Tensor:
-        """Tokens of a text or random ones, (rows, length); images of noise for models that read images."""
-        config: Any = getattr(model, "config", None)
-        generator = torch.Generator().manual_seed(self.seed)
-        if getattr(config, "image_size", None) is not None:
-            if self.reads:
-                raise ValueError("a text is given, but the model reads images; leave --text and --corpus out")
-            if self.length is not None:
-                raise ValueError(
-                    f"--length is {self.length}, but {self.model} reads images, which have a fixed size; leave it out"
-                )
-            side = config.image_size
-            return torch.randn(self.rows, config.num_channels, side, side, generator=generator)
-        length = _LENGTH if self.length is None else self.length
-        limit = getattr(config, "max_position_embeddings", None) or 0  # XLNet's −1 is no limit
-        ours = any(isinstance(module, Transformer) for module in model.modules())  # no length is too long for those
-        if 1 <= limit < length and not ours:
-            raise ValueError(f"--length is {length}; the model has {limit} positions: use --length {limit}")
-        vocabulary = getattr(config, "vocab_size", None)
-        if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
-            known = ", ".join(f"hf:{name}" for name in FAMILIES)
-            raise ValueError(
-                f"{self.model} reads neither tokens nor images of a size that its config names; use {known}, or "
-                "skipless.inspect(model, batch) with a batch of your own"
-            )
-        if not self.reads:
-            return torch.randint(0, vocabulary, (self.rows, length), generator=generator)
-        encode, shape = self._encoder(encode, vocabulary), (self.rows, length)
-        if self.text is not None:
-            return from_file(self.text, encode, shape, vocabulary)
-        return from_corpus(str(self.corpus), encode, shape, vocabulary)
-
-    def _encoder(self, own: Encode | None, vocabulary: int) -> Encode:
-        """The tokenizer that was named, or the model's own; models without one read bytes."""
-        if self.tokenizer is None and own is not None:
-            return own
-        from skipless.training.load import find_tokenizer
-
-        tokenizer = find_tokenizer(self.tokenizer or "bytes")
-        if tokenizer.vocab_size > vocabulary:
-            why = "" if self.tokenizer else ", which models without a tokenizer read,"
-            raise ValueError(
-                f"{self.tokenizer or 'bytes'}{why} has {tokenizer.vocab_size:,} tokens and the model knows "
-                f"{vocabulary:,}: name the tokenizer it was made for (--tokenizer)"
-            )
-        return tokenizer.encode
-
-
-def _preset(name: str, sizes: Mapping[str, int]) -> Transformer:
-    if name not in presets.names():
-        near = difflib.get_close_matches(name, presets.names(), n=3, cutoff=0.3)
-        hint = f" (nearest: {', '.join(near)})" if near else ""
-        raise ValueError(
-            f"{name} is no folder, no preset{hint} and no family ({', '.join(f'hf:{family}' for family in FAMILIES)})"
-        )
-    config = presets.preset(name, **sizes)
-    check_fits(config.matrix_parameters, name)
-    return Transformer(config).eval()
-
-
-def _stored(folder: Path, need_tokenizer: bool) -> tuple[nn.Module, Encode | None]:
-    """A run's newest weights, or what save_pretrained wrote; a tokenizer is looked for only if a text is read."""
-    from skipless.training.load import load_model
-    from skipless.training.run import EXPERIMENT
-
-    if (folder / EXPERIMENT).is_file():
-        subject = load_model(folder, None if need_tokenizer else "bytes")
-        return subject.model, subject.tokenizer.encode if need_tokenizer else None
-    model = open_pretrained(folder)
-    if not need_tokenizer:
-        return model, None
-    from transformers import AutoTokenizer
-
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"{folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); name one: --tokenizer FILE.model, a "
-            "prepared folder, or bytes"
-        )
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    return model, lambda text: tokenizer.encode(text, add_special_tokens=False)
-
-
-def run(
-    request: Request,
-    *,
-    blocks: str | None,
-    device: str,
-    json_file: Path | None,
-    figure: Path | None,
-    half: Any = None,
-) -> bool:
-    """Do all that the command was asked to; whether the signal is lost."""
-    to_stdout = json_file == Path("-")
-    inputs = (request.text, request.corpus, request.tokenizer)
-    check_apart({"--json": json_file, "--figure": figure}, inputs)
-    if figure is not None:
-        check_figure(figure)
-    if json_file is not None and not to_stdout:
-        check_target(json_file)
-    place = find_device(device)
-    model, encode = request.open()
-    batch = request.batch(model, encode)
-    found = inspect(model.to(place), batch.to(place), blocks=blocks)
-    found = replace(found, model=request.model)
-    if half is not None:
-        found = with_rounding(found, rounding(model, batch.to(place), half, blocks=blocks))
-    console = Console(stderr=to_stdout)
-    show(console, found)
-    if half is not None:
-        share = found.blocks[-1].rounding
-        _say(console, f"In {half} rounding adds {share:.3g} of what tells locations apart by the last block.")
-    if to_stdout:
-        sys.stdout.write(found.to_json() + "\n")
-    elif json_file is not None:
-        write_output(json_file, found.to_json().encode())
-        _say(console, f"data: {json_file}")
-    if figure is not None:
-        _draw(console, found, figure)
-    return found.verdict.lost
-
-
-def show(console: Console, found: Inspection) -> None:
-    """The table, the strips by depth, the verdict and the advice."""
-    head, rows = found.table()
-    print_table(console, head, rows, ["" for _ in rows])
-    console.print()
-    for line in strips(found):
-        console.print(line, soft_wrap=True)
-    console.print()
-    colour = "green" if found.verdict.kind == "preserved" else "yellow" if not found.verdict.lost else "red"
-    whole = not console.is_terminal
-    console.print(Text(f"{found.model}: {found.verdict.text}", style=f"bold {colour}"), soft_wrap=whole)
-    if found.advice:
-        console.print(Text(found.advice), soft_wrap=whole)
-
-
-def _draw(console: Console, found: Inspection, path: Path) -> None:
-    from skipless.figures.inspection import inspection_figure
-    from skipless.figures.style import render
-
-    write_output(path, render(inspection_figure(found), path.suffix.lower()))
-    _say(console, f"figure: {path}")
-
-
-def _say(console: Console, words: str) -> None:
-    console.print(Text(words), soft_wrap=True)
 
 
 class Half(StrEnum):
@@ -401,9 +91,308 @@ def command(
     skipless inspect runs/demo --corpus stdlib --check
     skipless inspect depth/e-spa-108 --width 128 --rounding bf16
     """
-
-    sizes = {"depth": depth, "width": width, "heads": heads}
-    request = Request(model, text, corpus, tokenizer, length, batch, sizes, seed)
-    lost = run(request, blocks=blocks, device=device, json_file=json_file, figure=figure, half=rounding)
-    if check and lost:
+    given = {"depth": depth, "width": width, "heads": heads}
+    sizes = {name: value for name, value in given.items() if value is not None}
+    asked = InspectArguments(model, text, corpus, tokenizer, length, batch, sizes, seed)
+    check_apart({"--json": json_file, "--figure": figure}, (text, corpus, tokenizer))
+    if figure is not None:
+        check_figure(figure)
+    if json_file is not None and str(json_file) != "-":
+        check_target(json_file)
+    asked.check()
+    found = _inspected(asked, blocks, device, rounding)
+    _report(found, json_file, figure, rounding)
+    if check and found.verdict.lost:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True, eq=False)
+class InspectArguments:
+    """The model and the batch that were asked for. A text, length or size that was not given is None or left out."""
+
+    model: str
+    text: Path | None = None
+    corpus: str | None = None
+    tokenizer: str | None = None
+    length: int | None = None
+    rows: int = 2
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether tokens come from a text."""
+        return self.text is not None or self.corpus is not None
+
+    def check(self) -> None:
+        """Refuse, before torch is imported, what is not there and what does not go together."""
+        if self.length is not None and self.length < 2:
+            raise ValueError(f"--length is {self.length}; cosines compare locations, so give at least 2")
+        if self.rows < 1:
+            raise ValueError(f"--batch is {self.rows}; give at least 1 row")
+        for name, value in self.sizes.items():
+            if value < 1:
+                raise ValueError(f"--{name} is {value}; give at least 1")
+        if self.text is not None and self.corpus is not None:
+            raise ValueError(
+                f"--text {self.text} and --corpus {self.corpus} are both given; a batch is of one: drop one"
+            )
+        if self.tokenizer is not None and not self.reads:
+            raise ValueError(f"--tokenizer is {self.tokenizer}, but no text is read; add --corpus or --text")
+        if self.text is not None and not self.text.is_file():
+            raise ValueError(
+                f"--text is {self.text}, which is no file; give a text file, or --corpus for a folder or a name"
+            )
+        if self.corpus is not None and not (Path(self.corpus) / MANIFEST).is_file():
+            open_corpus(self.corpus)
+        if Path(self.model).is_dir() and self.sizes:
+            first = next(iter(self.sizes))
+            raise ValueError(f"--{first} is for presets and families; the weights in {self.model} have theirs")
+        known = {self.model, f"wikitext103/{self.model}"} & presets.PRESETS.keys() or self.model.startswith("hf:")
+        if not known and not Path(self.model).is_dir():
+            near = near_names(self.model, presets.names())
+            hint = f" (nearest: {', '.join(near)})" if near else ""
+            families = ", ".join(f"hf:{name}" for name in FAMILIES)
+            raise ValueError(f"{self.model} is no folder, no preset{hint} and no family ({families})")
+
+    def open(self) -> "tuple[nn.Module, Encode | None]":
+        """The model, and its tokenizer if it has one. A tokenizer is looked for only where a text is read."""
+        import torch
+
+        torch.manual_seed(self.seed)
+        if self.model.startswith("hf:"):
+            return _family(self.model[3:], self.sizes), None
+        folder, wanted = Path(self.model), self.reads and self.tokenizer is None
+        if not folder.is_dir():
+            config = presets.preset(self.model, **self.sizes)
+            check_fits(config.matrix_parameters, self.model)
+            return skipless.Transformer(config).eval(), None
+        if (folder / EXPERIMENT).is_file():
+            loaded = load_model(folder, None if wanted else "bytes")
+            return loaded.model, loaded.tokenizer.encode if wanted else None
+        model = open_pretrained(folder)
+        if not wanted:
+            return model, None
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ValueError(
+                f"{folder} holds no tokenizer ({', '.join(_TOKENIZER_FILES)}); name one: --tokenizer FILE.model, a "
+                "prepared folder, or bytes"
+            )
+        tokenizer = pretrained_tokenizer(folder)
+        return model, lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+    def batch(self, model: "nn.Module", encode: Encode | None) -> "Tensor":
+        """Tokens of a text or random ones, (rows, length); images of noise for models that read images."""
+        import torch
+
+        config: Any = getattr(model, "config", None)
+        generator = torch.Generator().manual_seed(self.seed)
+        if getattr(config, "image_size", None) is not None:
+            if self.reads:
+                raise ValueError("a text is given, but the model reads images; leave --text and --corpus out")
+            if self.length is not None:
+                raise ValueError(
+                    f"--length is {self.length}, but {self.model} reads images, which have a fixed size; leave it out"
+                )
+            side = config.image_size
+            return torch.randn(self.rows, config.num_channels, side, side, generator=generator)
+        length = _LENGTH if self.length is None else self.length
+        limit = getattr(config, "max_position_embeddings", None) or 0  # XLNet's −1 is no limit
+        ours = any(isinstance(module, skipless.Transformer) for module in model.modules())  # take any length
+        if 1 <= limit < length and not ours:
+            raise ValueError(f"--length is {length}; the model has {limit} positions: use --length {limit}")
+        vocabulary = getattr(config, "vocab_size", None)
+        if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
+            known = ", ".join(f"hf:{name}" for name in FAMILIES)
+            raise ValueError(
+                f"{self.model} reads neither tokens nor images of a size that its config names; use {known}, or "
+                "skipless.inspect(model, batch) with a batch of your own"
+            )
+        if not self.reads:
+            return torch.randint(0, vocabulary, (self.rows, length), generator=generator)
+        pieces = self._pieces(self._encoder(encode, vocabulary), self.rows * length, vocabulary)
+        return torch.from_numpy(rows_of(pieces, (self.rows, length), vocabulary, str(self.text or self.corpus)))
+
+    def _encoder(self, own: Encode | None, vocabulary: int) -> Encode:
+        """The tokenizer that was named, or the model's own; models without one read bytes."""
+        if self.tokenizer is None and own is not None:
+            return own
+        tokenizer = find_tokenizer(self.tokenizer or "bytes")
+        if tokenizer.vocab_size > vocabulary:
+            why = "" if self.tokenizer else ", which models without a tokenizer read,"
+            raise ValueError(
+                f"{self.tokenizer or 'bytes'}{why} has {tokenizer.vocab_size:,} tokens and the model knows "
+                f"{vocabulary:,}: name the tokenizer it was made for (--tokenizer)"
+            )
+        return tokenizer.encode
+
+    def _pieces(self, encode: Encode, count: int, vocabulary: int) -> Iterator[Any]:
+        """Sequences of tokens: a file as it is, or a corpus by document. A prepared folder has its tokens already."""
+        if self.text is not None:
+            try:
+                text = self.text.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"--text is {self.text}, which is not UTF-8 text ({error})") from error
+            return iter([encode(text)])
+        corpus = str(self.corpus)
+        if not (Path(corpus) / MANIFEST).is_file():
+            return (encode(document) for document in open_corpus(corpus))
+        store = TokenStore(corpus)
+        if store.vocab_size > vocabulary:
+            raise ValueError(
+                f"{corpus} was prepared with {store.vocab_size:,} tokens and the model knows {vocabulary:,}: prepare "
+                "the text with the model's own tokenizer, or name the text itself"
+            )
+        return store.pieces(count)
+
+
+def rows_of(pieces: Iterator[Any], shape: tuple[int, int], vocabulary: int, source: str) -> np.ndarray:
+    """(rows, length) of consecutive tokens; of `pieces`, sequences of tokens, no more are read than that takes."""
+    rows, length = shape
+    found, wanted = [], rows * length
+    for piece in pieces:
+        found.append(np.asarray(piece, dtype=np.int64)[: wanted - sum(map(len, found))])
+        if sum(map(len, found)) == wanted:
+            break
+    tokens = np.concatenate([np.empty(0, np.int64), *found])
+    if len(tokens) < wanted:
+        raise ValueError(
+            f"{source} holds {len(tokens)} tokens; {rows} rows of {length} need {wanted}: use a longer text"
+            f"{_fitting(len(tokens), rows, length)}"
+        )
+    if tokens.max() >= vocabulary:
+        raise ValueError(
+            f"{source} has token {tokens.max()}, but the model knows {vocabulary}: read it with the model's own "
+            "tokenizer (--tokenizer)"
+        )
+    return tokens.reshape(rows, length)
+
+
+def _fitting(tokens: int, rows: int, length: int) -> str:
+    """The shape nearest to what was asked for that so few tokens fill, if there is one."""
+    if tokens >= length:
+        return f", or --batch {tokens // length}"
+    if tokens >= 2 * rows:
+        return f", or --length {tokens // rows}"
+    return f", or --batch 1 --length {tokens}" if tokens >= 2 else ""
+
+
+_FIELDS = {"depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads"}
+
+
+def _family(name: str, sizes: Mapping[str, int]) -> "nn.Module":
+    """The family with the sizes given; what transformers refuses, and what memory cannot hold, ends in one line."""
+    import torch
+
+    asked = " ".join([f"hf:{name}", *(f"--{size} {value}" for size, value in sizes.items())])
+    fields = {_FIELDS[size]: value for size, value in sizes.items()}
+    try:
+        with torch.device("meta"):
+            outline = build_family(name, **fields)
+    except Exception as error:  # each family checks its sizes in its own way
+        why = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+        why = why.removeprefix("ValueError: ").rstrip(".")
+        raise ValueError(f"{asked} cannot be built: {why}{_nearest_width(name, sizes)}") from error
+    check_fits(sum(weight.numel() for weight in outline.parameters()), asked)
+    return build_family(name, **fields)
+
+
+def _nearest_width(name: str, sizes: Mapping[str, int]) -> str:
+    """Most families split their width into heads evenly, and rotary positions each head in two."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if (kind := FAMILIES.get(name, name)) not in CONFIG_MAPPING_NAMES:
+        return ""
+    usual = CONFIG_MAPPING[kind]()
+    width, heads = (sizes.get(size) or getattr(usual, _FIELDS[size], None) for size in ("width", "heads"))
+    if not width or not heads or width % (2 * heads) == 0:
+        return ""
+    return f"; use --width {2 * heads * max(round(width / (2 * heads)), 1)}"
+
+
+def _inspected(asked: InspectArguments, blocks: str | None, device: str, half: Half | None) -> Inspection:
+    from skipless.inspection.inspect import inspect, rounding, with_rounding
+    from skipless.training.distributed import find_device
+
+    place = find_device(device)
+    model, encode = asked.open()
+    batch = asked.batch(model, encode).to(place)
+    found = replace(inspect(model.to(place), batch, blocks=blocks), model=asked.model)
+    return found if half is None else with_rounding(found, rounding(model, batch, half.value, blocks=blocks))
+
+
+def _report(found: Inspection, json_file: Path | None, figure: Path | None, half: Half | None) -> None:
+    from rich.console import Console
+
+    to_stdout = str(json_file) == "-"
+    console = Console(stderr=to_stdout)
+    _show(console, found)
+    if half is not None:
+        share = found.blocks[-1].rounding
+        print_text(console, f"In {half} rounding adds {share:.3g} of what tells locations apart by the last block.")
+    if to_stdout:
+        sys.stdout.write(found.to_json() + "\n")
+    elif json_file is not None:
+        write_output(json_file, found.to_json().encode())
+        print_text(console, f"data: {json_file}")
+    if figure is not None:
+        from skipless.figures.inspection import inspection_figure
+        from skipless.figures.style import render
+
+        write_output(figure, render(inspection_figure(found), figure.suffix.lower()))
+        print_text(console, f"figure: {figure}")
+
+
+def _show(console: "Console", found: Inspection) -> None:
+    """The table, the strips by depth, the verdict and the advice."""
+    head, rows = found.table()
+    print_table(console, head, rows, ["" for _ in rows])
+    console.print()
+    for line in _strips(found):
+        console.print(line, soft_wrap=True)
+    console.print()
+    colour = "green" if found.verdict.kind == "preserved" else "yellow" if not found.verdict.lost else "red"
+    print_text(console, f"{found.model}: {found.verdict.text}", style=f"bold {colour}", wrap=True)
+    if found.advice:
+        print_text(console, found.advice, wrap=True)
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_HEAT = ("#2c7bb6", "#00a6ca", "#00ccbc", "#90eb9d", "#f9d057", "#f29e2e", "#e76818", "#d7191c")
+
+
+def _strips(found: Inspection) -> "list[Text]":
+    """One line per quantity, a cell per block: taller and redder is nearer to trouble."""
+    blocks = found.blocks
+    cosine = [each.cosine_mean for each in blocks]
+    norm = [_decades(each.norm_mean, blocks[0].norm_mean) for each in blocks]
+    gradient = [_decades(each.gradient_mean, 1.0) for each in blocks]
+    lines = [_strip("cosine", cosine, 1.0), _strip("norm", norm, 3.0), _strip("gradient", gradient, 6.0)]
+    if blocks[-1].rounding is not None:
+        lines.append(_strip("rounding", [each.rounding or 0.0 for each in blocks], 1.0))
+    from rich.text import Text
+
+    legend = Text("0 … depth; cosine to 1, norm² and gradient² in decades from the input's (3) and the output's (6)")
+    legend.stylize("dim")
+    return [*lines, legend]
+
+
+def _decades(value: float | None, unit: float) -> float:
+    """How many powers of ten from the unit; NaN where that means nothing."""
+    if value is None or not math.isfinite(value) or value <= 0 or unit <= 0:
+        return math.nan
+    return abs(math.log10(value / unit))
+
+
+def _strip(name: str, values: Sequence[float], worst: float) -> "Text":
+    from rich.text import Text
+
+    line = Text(f"{name:<9}")
+    for value in values:
+        if math.isnan(value):
+            line.append("×", style="dim")
+            continue
+        level = min(int(max(value, 0.0) / worst * len(_BARS)), len(_BARS) - 1)
+        line.append(_BARS[level], style=_HEAT[level])
+    return line

@@ -6,268 +6,32 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from skipless import __version__
-from skipless.cli.kernel_request import Flags, Request, resolve
-from skipless.console import check_apart, check_figure, check_target, print_table, write_output
-from skipless.figures import kernels as figures_kernels
-from skipless.figures.kernels import GridRow, Heading
+from skipless.cli.networks import KernelsArguments, Selection, name_list, select
+from skipless.console import (
+    Progress,
+    check_apart,
+    check_figure,
+    check_target,
+    print_table,
+    print_text,
+    say,
+    write_output,
+)
 from skipless.inspection.inspection import finite
 from skipless.inspection.prediction import InputSignal, Study, study
 from skipless.theory import kernels
 from skipless.theory.certificate import BlockReport
 
-_COLOURS = {"preserved": "green", "drift": "yellow"}
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class Report:
-    """A table (with a colour for the last cell of each row), what it shows, and the sentence that ends it."""
-
-    head: list[str]
-    rows: list[list[str]]
-    styles: list[str]
-    closing: str
-    legend: str = ""
-
-
-def report(request: Request, studies: Sequence[Study]) -> Report:
-    """The report that suits the request: inputs, one network by block, or networks side by side."""
-    if not studies:
-        return _of_inputs(request.signals)
-    if len(studies) == 1:
-        return _of_one(studies[0], request.blocks)
-    return _of_many(studies, request.name)
-
-
-def as_json(request: Request, studies: Sequence[Study]) -> str:
-    """Inputs, configurations, certificates, diagonals of every Σ_l and the cosines shown, to six decimals."""
-    data: dict[str, Any] = {"skipless": __version__, "name": request.name}
-    if not studies:
-        data["inputs"] = [{**asdict(s), "kernel": s.kernel().tolist()} for s in request.signals]
-    else:
-        data |= {"input": asdict(request.signals[0]), "blocks": list(request.blocks)}
-        data["networks"] = [_network_data(study, request.blocks) for study in studies]
-    return json.dumps(finite(data), allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _network_data(study: Study, blocks: Sequence[int]) -> dict[str, Any]:
-    return {
-        "label": study.network.label,
-        "details": study.network.details(),
-        "config": study.network.config.to_dict(),
-        "certificate": study.certificate.as_dict(),
-        "diagonals": study.diagonals().tolist(),
-        "cosines": {str(block): np.round(study.normalised(block), 6).tolist() for block in blocks},
-    }
-
-
-def _of_one(study: Study, blocks: Sequence[int]) -> Report:
-    certificate, verdict = study.certificate, study.certificate.verdict
-    head = ["block", "norm² min", "mean", "max", "mean cosine", "effective rank", "gradient² mean", "max"]
-    shown = sorted({*blocks, *([verdict.block] if verdict.block is not None else [])})
-    rows = [_block_row(certificate.reports[block]) for block in shown]
-    title = f"{study.network.label} ({', '.join(study.network.details())})"
-    return Report(head, rows, ["" for _ in rows], f"{title}: {verdict.text}")
-
-
-def _block_row(at: BlockReport) -> list[str]:
-    norms = [at.diagonal_min, at.diagonal_mean, at.diagonal_max]
-    gains = [at.backward_mean, at.backward_max]
-    middle = [f"{at.mean_cosine:.4f}", f"{at.effective_rank:.1f}"]
-    return [str(at.block), *map(_short, norms), *middle, *map(_short, gains)]
-
-
-def _of_many(studies: Sequence[Study], name: str) -> Report:
-    last = studies[0].certificate.reports[-1].block
-    head = ["network", "cosine", "rank", "norm² range", "gradient²", "verdict"]
-    rows, styles = [], []
-    for each in studies:
-        at, verdict = each.certificate.reports[-1], each.certificate.verdict
-        span = f"{_short(at.diagonal_min)} – {_short(at.diagonal_max)}"
-        gain = _short(each.certificate.reports[0].backward_mean)
-        numbers = [f"{at.mean_cosine:.4f}", f"{at.effective_rank:.1f}", span, gain]
-        rows.append([each.network.label, *numbers, verdict.words])
-        styles.append(_COLOURS.get(verdict.kind, "red"))
-    legend = f"Mean cosine, effective rank and squared norms after block {last}; squared gradient norm at the input."
-    closing = _drift_sentence(studies) if name == "fig6" else _sentence(studies, last)
-    return Report(head, rows, styles, closing, legend)
-
-
-def _sentence(studies: Sequence[Study], last: int) -> str:
-    kept = [s.network.label for s in studies if not s.certificate.verdict.lost]
-    lost = [f"{s.network.label} ({s.certificate.verdict.words})" for s in studies if s.certificate.verdict.lost]
-    parts = []
-    if lost:
-        parts.append(f"The signal dies in {len(lost)} of {len(studies)} networks: {'; '.join(lost)}.")
-    if kept:
-        parts.append(f"It survives all {last} blocks of {'; '.join(kept)}.")
-    return " ".join(parts)
-
-
-def _drift_sentence(studies: Sequence[Study]) -> str:
-    plain, corrected = (study.diagonals()[-1] for study in studies)
-    return (
-        f"Without the correction for repeated tokens squared norms end at {plain.mean():.2f} ± {plain.std():.2f}; "
-        f"with it at {corrected.mean():.2f} ± {corrected.std():.2f}."
-    )
-
-
-def _of_inputs(signals: Sequence[InputSignal]) -> Report:
-    head = ["repeat rate r", "distinct tokens", "equal pairs", "effective rank"]
-    rows = []
-    for signal in signals:
-        kernel = signal.kernel()
-        distinct = np.linalg.matrix_rank(kernel)
-        pairs, rank = kernels.mean_cosine(kernel), kernels.effective_rank(kernel)
-        rows.append([f"{signal.repeat_rate:g}", str(distinct), f"{pairs:.4f}", f"{rank:.1f}"])
-    top = rows[-1]
-    closing = f"At r = {top[0]}, {signals[-1].length} locations hold {top[1]} distinct tokens: effective rank {top[3]}."
-    return Report(head, rows, ["" for _ in rows], closing)
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
-_CORPORA = {0.0: "every token once", 0.008: "32k SentencePiece", 0.02: "Fig. 1 and 7", 0.05: "characters"}
-
-
-def draw(request: Request, studies: Sequence[Study]) -> Figure:
-    """Fig. 5, Fig. 6, a grid of networks, or one network's portrait."""
-    if not studies:
-        return _inputs(request.signals)
-    if request.name == "fig6":
-        return _diagonals(studies)
-    rows = [_row(study, request.blocks) for study in studies]
-    if len(studies) == 1:
-        return figures_kernels.network_portrait(rows[0], studies[0].certificate, _portrait_heading(studies[0]))
-    size = f"{request.depth} blocks, {studies[0].network.config.heads} heads"
-    subtitle = f"Attention-only transformers at initialisation, {size}; {request.signals[0].describe()}"
-    return figures_kernels.kernel_grid(rows, Heading("Where the signal survives, and where it dies", subtitle))
-
-
-def _row(study: Study, blocks: Sequence[int]) -> GridRow:
-    cosines = {block: study.normalised(block) for block in blocks}
-    return GridRow(study.network.label, study.network.details(), cosines, study.certificate.verdict)
-
-
-def _portrait_heading(study: Study) -> Heading:
-    config = study.network.config
-    kind = "blocks" if config.hidden else "attention-only blocks"
-    subtitle = f"{', '.join(study.network.details())}; {study.signal.describe()}"
-    return Heading(f"{study.network.label}, {config.depth} {kind}", subtitle)
-
-
-def _inputs(signals: Sequence[InputSignal]) -> Figure:
-    captions = [(f"r = {s.repeat_rate:g}", _CORPORA.get(s.repeat_rate, "")) for s in signals]
-    subtitle = f"Input kernels of sequences of {signals[0].length} locations, by the probability r of a repeat"
-    heading = Heading("Repeated tokens are similar from the start", subtitle)
-    return figures_kernels.input_kernels([s.kernel() for s in signals], captions, heading)
-
-
-def _diagonals(studies: Sequence[Study]) -> Figure:
-    network, signal = studies[0].network, studies[0].signal
-    setting = f"Attention-only E-SPA, {network.details()[0]}; {signal.describe()};"
-    heading = Heading(
-        "Uncorrected, repeated tokens inflate norms", f"{setting}\nmean ± standard deviation over locations"
-    )
-    return figures_kernels.diagonal_by_depth({s.network.label: s.diagonals() for s in studies}, heading)
-
-
-FOLDER = Path("skipless-kernels")
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Where the figure and the data go; None for the figure means its usual place."""
-
-    figure: Path | None = None
-    no_figure: bool = False
-    json_file: Path | None = None
-
-    @property
-    def json_to_stdout(self) -> bool:
-        """Whether data take the place of the table on standard output."""
-        return self.json_file == Path("-")
-
-    def figure_path(self, name: str) -> Path | None:
-        """The figure's place, or None where none is wanted."""
-        if self.no_figure:
-            if self.figure is not None:
-                raise ValueError(f"--no-figure and --figure {self.figure} contradict each other: leave one out")
-            return None
-        return self.figure or FOLDER / f"{name.replace('/', '-')}.png"
-
-
-def run(name: str, flags: Flags, outputs: Outputs) -> bool:
-    """Do all that the command was asked to; whether any network loses the signal."""
-    request = resolve(name, flags)
-    figure = outputs.figure_path(name)
-    check_apart({"--json": outputs.json_file, "--figure": figure})
-    if outputs.figure is not None:
-        check_figure(outputs.figure)
-    elif figure is not None:
-        check_target(figure)
-    if outputs.json_file is not None and not outputs.json_to_stdout:
-        check_target(outputs.json_file)
-    studies = _compute(request)
-    said = report(request, studies)
-    console = Console(stderr=outputs.json_to_stdout)
-    print_table(console, said.head, said.rows, said.styles)
-    if said.legend:
-        _note(console, said.legend)
-    if outputs.json_to_stdout:
-        sys.stdout.write(as_json(request, studies))
-    elif outputs.json_file is not None:
-        write_output(outputs.json_file, as_json(request, studies).encode())
-        _note(console, f"data: {outputs.json_file}")
-    if figure is not None:
-        _write_figure(console, request, studies, figure)
-    _close(console, said)
-    return any(each.certificate.verdict.lost for each in studies)
-
-
-def _compute(request: Request) -> list[Study]:
-    """Follow every network, with a bar on standard error where someone is watching."""
-    watcher = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=watcher, transient=True, disable=not watcher.is_terminal) as progress:
-        task = progress.add_task("", total=sum(2 * network.config.depth for network in request.networks))
-        studies = []
-        for network in request.networks:
-            progress.update(task, description=network.label)
-            studies.append(study(network, request.signals[0], lambda: progress.advance(task)))
-    return studies
-
-
-def _write_figure(console: Console, request: Request, studies: Sequence[Study], path: Path) -> None:
-    try:
-        from skipless.figures.style import render
-
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
-            raise
-        _note(Console(stderr=True), f"no figure: {missing.name} is not installed; pip install 'skipless[plot]'")
-        return
-    write_output(path, render(draw(request, studies), path.suffix.lower()))
-    _note(console, f"figure: {path}")
-
-
-def _note(console: Console, words: str) -> None:
-    console.print(words, markup=False, highlight=False, soft_wrap=True)
-
-
-def _close(console: Console, said: Report) -> None:
-    console.print()
-    console.print(said.closing, markup=False, highlight=False, style="bold", soft_wrap=not console.is_terminal)
+FOLDER = Path("skipless-kernels")  # of figures
 
 
 class Norm(StrEnum):
@@ -358,12 +122,232 @@ def command(
     skipless kernels wikitext103/e-spa         a model of the paper, with MLPs
     skipless kernels alibi --skip 1,1 --norm post --check
     """
-    from skipless.cli.kernel_request import Flags, name_list
-
     if list_names:
         typer.echo(name_list())
         return
     asked = (depth, gamma_final, rho_final, skip, mlp_skip, norm, activation, mirrored, calibration)
-    flags = Flags(*asked, length, repeat_rate, input_kind, seed, blocks)
-    if run(name, flags, Outputs(figure, no_figure, json_file)) and check:
+    selection = select(name, KernelsArguments(*asked, length, repeat_rate, input_kind, seed, blocks))
+    picture = _figure_path(name, figure, no_figure)
+    _check_outputs(picture, json_file, must_draw=figure is not None)
+    studies = _follow(selection)
+    _report(selection, studies, picture, json_file)
+    if check and any(each.certificate.verdict.lost for each in studies):
         raise typer.Exit(1)
+
+
+def _figure_path(name: str, figure: Path | None, no_figure: bool) -> Path | None:
+    """Where the figure goes, or None where none is wanted."""
+    if no_figure and figure is not None:
+        raise ValueError(f"--no-figure and --figure {figure} contradict each other: leave one out")
+    return None if no_figure else figure or FOLDER / f"{name.replace('/', '-')}.png"
+
+
+def _check_outputs(figure: Path | None, json_file: Path | None, must_draw: bool) -> None:
+    """Refuse what cannot be written. A figure that was not asked for may be left out where nothing can draw it."""
+    check_apart({"--json": json_file, "--figure": figure})
+    if figure is not None:
+        (check_figure if must_draw else check_target)(figure)
+    if json_file is not None and str(json_file) != "-":
+        check_target(json_file)
+
+
+def _follow(selection: Selection) -> list[Study]:
+    """Every network's kernels and certificate, with a bar where someone is watching."""
+    studies = []
+    with Progress(every=None) as progress:
+        progress.start("", sum(2 * network.config.depth for network in selection.networks))
+        for network in selection.networks:
+
+            def block_done(label: str = network.label) -> None:
+                progress.advance()
+                progress.show(label)
+
+            studies.append(study(network, selection.signals[0], block_done))
+    return studies
+
+
+def _report(selection: Selection, studies: Sequence[Study], figure: Path | None, json_file: Path | None) -> None:
+    from rich.console import Console
+
+    to_stdout = str(json_file) == "-"
+    said, console = report(selection, studies), Console(stderr=to_stdout)
+    print_table(console, said.head, said.rows, said.styles)
+    if said.legend:
+        print_text(console, said.legend)
+    if to_stdout:
+        sys.stdout.write(as_json(selection, studies))
+    elif json_file is not None:
+        write_output(json_file, as_json(selection, studies).encode())
+        print_text(console, f"data: {json_file}")
+    if figure is not None:
+        try:
+            picture = draw(selection, studies)
+        except ModuleNotFoundError as missing:
+            if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
+                raise
+            say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]'")
+        else:
+            from skipless.figures.style import render
+
+            write_output(figure, render(picture, figure.suffix.lower()))
+            print_text(console, f"figure: {figure}")
+    console.print()
+    print_text(console, said.closing, style="bold", wrap=True)
+
+
+_COLOURS = {"preserved": "green", "drift": "yellow"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """A table (with a colour for the last cell of each row), what it shows, and the sentence that ends it."""
+
+    head: list[str]
+    rows: list[list[str]]
+    styles: list[str]
+    closing: str
+    legend: str = ""
+
+
+def report(selection: Selection, studies: Sequence[Study]) -> Report:
+    """The report that suits the selection: inputs, one network by block, or networks side by side."""
+    if not studies:
+        return _of_inputs(selection.signals)
+    if len(studies) == 1:
+        return _of_one(studies[0], selection.blocks)
+    return _of_many(studies, selection.name)
+
+
+def as_json(selection: Selection, studies: Sequence[Study]) -> str:
+    """Inputs, configurations, certificates, diagonals of every Σ_l and the cosines shown, to six decimals."""
+    data: dict[str, Any] = {"skipless": __version__, "name": selection.name}
+    if not studies:
+        data["inputs"] = [{**asdict(s), "kernel": s.kernel().tolist()} for s in selection.signals]
+    else:
+        data |= {"input": asdict(selection.signals[0]), "blocks": list(selection.blocks)}
+        data["networks"] = [_network_data(study, selection.blocks) for study in studies]
+    return json.dumps(finite(data), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _network_data(study: Study, blocks: Sequence[int]) -> dict[str, Any]:
+    return {
+        "label": study.network.label,
+        "details": study.network.details(),
+        "config": study.network.config.to_dict(),
+        "certificate": study.certificate.as_dict(),
+        "diagonals": study.diagonals().tolist(),
+        "cosines": {str(block): np.round(study.normalised(block), 6).tolist() for block in blocks},
+    }
+
+
+def _of_one(study: Study, blocks: Sequence[int]) -> Report:
+    certificate, verdict = study.certificate, study.certificate.verdict
+    head = ["block", "norm² min", "mean", "max", "mean cosine", "effective rank", "gradient² mean", "max"]
+    shown = sorted({*blocks, *([verdict.block] if verdict.block is not None else [])})
+    rows = [_block_row(certificate.reports[block]) for block in shown]
+    title = f"{study.network.label} ({', '.join(study.network.details())})"
+    return Report(head, rows, ["" for _ in rows], f"{title}: {verdict.text}")
+
+
+def _block_row(at: BlockReport) -> list[str]:
+    norms = [at.diagonal_min, at.diagonal_mean, at.diagonal_max]
+    gains = [at.backward_mean, at.backward_max]
+    middle = [f"{at.mean_cosine:.4f}", f"{at.effective_rank:.1f}"]
+    return [str(at.block), *map(_short, norms), *middle, *map(_short, gains)]
+
+
+def _of_many(studies: Sequence[Study], name: str) -> Report:
+    last = studies[0].certificate.reports[-1].block
+    head = ["network", "cosine", "rank", "norm² range", "gradient²", "verdict"]
+    rows, styles = [], []
+    for each in studies:
+        at, verdict = each.certificate.reports[-1], each.certificate.verdict
+        span = f"{_short(at.diagonal_min)} – {_short(at.diagonal_max)}"
+        gain = _short(each.certificate.reports[0].backward_mean)
+        numbers = [f"{at.mean_cosine:.4f}", f"{at.effective_rank:.1f}", span, gain]
+        rows.append([each.network.label, *numbers, verdict.words])
+        styles.append(_COLOURS.get(verdict.kind, "red"))
+    legend = f"Mean cosine, effective rank and squared norms after block {last}; squared gradient norm at the input."
+    closing = _drift_sentence(studies) if name == "fig6" else _sentence(studies, last)
+    return Report(head, rows, styles, closing, legend)
+
+
+def _sentence(studies: Sequence[Study], last: int) -> str:
+    kept = [s.network.label for s in studies if not s.certificate.verdict.lost]
+    lost = [f"{s.network.label} ({s.certificate.verdict.words})" for s in studies if s.certificate.verdict.lost]
+    parts = []
+    if lost:
+        parts.append(f"The signal dies in {len(lost)} of {len(studies)} networks: {'; '.join(lost)}.")
+    if kept:
+        parts.append(f"It survives all {last} blocks of {'; '.join(kept)}.")
+    return " ".join(parts)
+
+
+def _drift_sentence(studies: Sequence[Study]) -> str:
+    plain, corrected = (study.diagonals()[-1] for study in studies)
+    return (
+        f"Without the correction for repeated tokens squared norms end at {plain.mean():.2f} ± {plain.std():.2f}; "
+        f"with it at {corrected.mean():.2f} ± {corrected.std():.2f}."
+    )
+
+
+def _of_inputs(signals: Sequence[InputSignal]) -> Report:
+    head = ["repeat rate r", "distinct tokens", "equal pairs", "effective rank"]
+    rows = []
+    for signal in signals:
+        kernel = signal.kernel()
+        distinct = np.linalg.matrix_rank(kernel)
+        pairs, rank = kernels.mean_cosine(kernel), kernels.effective_rank(kernel)
+        rows.append([f"{signal.repeat_rate:g}", str(distinct), f"{pairs:.4f}", f"{rank:.1f}"])
+    top = rows[-1]
+    closing = f"At r = {top[0]}, {signals[-1].length} locations hold {top[1]} distinct tokens: effective rank {top[3]}."
+    return Report(head, rows, ["" for _ in rows], closing)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+_CORPORA = {0.0: "every token once", 0.008: "32k SentencePiece", 0.02: "Fig. 1 and 7", 0.05: "characters"}
+
+
+def draw(selection: Selection, studies: Sequence[Study]) -> "Figure":
+    """Fig. 5, Fig. 6, a grid of networks, or one network's portrait."""
+    from skipless.figures.kernels import (
+        GridRow,
+        Heading,
+        diagonal_by_depth,
+        input_kernels,
+        kernel_grid,
+        network_portrait,
+    )
+
+    signal = selection.signals[0]
+    if not studies:
+        captions = [(f"r = {s.repeat_rate:g}", _CORPORA.get(s.repeat_rate, "")) for s in selection.signals]
+        subtitle = f"Input kernels of sequences of {signal.length} locations, by the probability r of a repeat"
+        heading = Heading("Repeated tokens are similar from the start", subtitle)
+        return input_kernels([s.kernel() for s in selection.signals], captions, heading)
+    first = studies[0].network
+    if selection.name == "fig6":
+        setting = f"Attention-only E-SPA, {first.details()[0]}; {signal.describe()};"
+        subtitle = f"{setting}\nmean ± standard deviation over locations"
+        heading = Heading("Uncorrected, repeated tokens inflate norms", subtitle)
+        return diagonal_by_depth({s.network.label: s.diagonals() for s in studies}, heading)
+    rows = [
+        GridRow(
+            each.network.label,
+            each.network.details(),
+            {block: each.normalised(block) for block in selection.blocks},
+            each.certificate.verdict,
+        )
+        for each in studies
+    ]
+    if len(studies) == 1:
+        kind = "blocks" if first.config.hidden else "attention-only blocks"
+        subtitle = f"{', '.join(first.details())}; {signal.describe()}"
+        heading = Heading(f"{first.label}, {first.config.depth} {kind}", subtitle)
+        return network_portrait(rows[0], studies[0].certificate, heading)
+    size = f"{selection.depth} blocks, {first.config.heads} heads"
+    subtitle = f"Attention-only transformers at initialisation, {size}; {signal.describe()}"
+    return kernel_grid(rows, Heading("Where the signal survives, and where it dies", subtitle))

@@ -309,12 +309,12 @@ def _stages(summary: Summary, heading: "Heading") -> "Figure | None":
 
 def _kernel_picture() -> "Figure":
     """Fig. 7, whose first three rows are Fig. 1."""
-    from skipless.cli.kernel_request import Flags, resolve
     from skipless.cli.kernels import draw
+    from skipless.cli.networks import KernelsArguments, select
     from skipless.inspection.prediction import study
 
-    request = resolve("fig7", Flags())
-    return draw(request, [study(network, request.signals[0]) for network in request.networks])
+    selection = select("fig7", KernelsArguments())
+    return draw(selection, [study(network, selection.signals[0]) for network in selection.networks])
 
 
 def _print_verdict(console: Console, mark: str, claim: str, detail: str) -> None:

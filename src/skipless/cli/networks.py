@@ -1,11 +1,11 @@
-"""From the words of `skipless kernels` to networks and inputs: names, flags, and which flag goes with which name."""
+"""The networks and inputs that `skipless kernels` follows: what its names stand for, and which options they take."""
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from skipless.console import near_names
 from skipless.inspection import prediction
 from skipless.inspection.prediction import InputSignal, Network
 from skipless.model import presets
@@ -40,8 +40,8 @@ FIGURES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Flags:
-    """What the user gave; None where nothing was said."""
+class KernelsArguments:
+    """The options that were given; None where nothing was said."""
 
     depth: int | None = None
     gamma_final: float | None = None
@@ -59,12 +59,12 @@ class Flags:
     blocks: str | None = None
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the named flags that were given."""
+        """Those of the named options that were given."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
-class Request:
+class Selection:
     """Networks to follow with one input and the blocks to show; or, for Fig. 5, inputs alone."""
 
     name: str
@@ -78,12 +78,12 @@ class Request:
         return self.networks[0].config.depth
 
 
-def resolve(name: str, flags: Flags) -> Request:
-    """The networks and inputs that a name and flags stand for."""
-    if flags.depth is not None:
-        check_depth(flags.depth)
+def select(name: str, options: KernelsArguments) -> Selection:
+    """The networks and inputs that a name and its options stand for."""
+    if options.depth is not None:
+        check_depth(options.depth)
     if name in FIGURES:
-        return _figure(name, flags)
+        return _figure(name, options)
     if name in SCHEMES:
         scheme, rate = SCHEMES[name], prediction.SIGNAL.repeat_rate
     elif "/" in name:
@@ -91,10 +91,10 @@ def resolve(name: str, flags: Flags) -> Request:
         rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
     else:
         raise _unknown(name)
-    signal = _signal(flags, InputSignal(rate))
-    config = _configuration(name, scheme, signal, flags)
+    signal = _signal(options, InputSignal(rate))
+    config = _configuration(name, scheme, signal, options)
     network = Network(LABELS.get(name, name), config, input_norm(config) if name in presets.PRESETS else 1.0)
-    return Request(name, (signal,), (network,), _blocks(flags.blocks, network.config.depth))
+    return Selection(name, (signal,), (network,), _blocks(options.blocks, network.config.depth))
 
 
 def name_list() -> str:
@@ -103,56 +103,56 @@ def name_list() -> str:
     return "\n".join(f"{kind}:\n" + "\n".join(f"  {name}" for name in names) for kind, names in kinds.items())
 
 
-def _figure(name: str, flags: Flags) -> Request:
-    for field in fields(flags):
-        if getattr(flags, field.name) is not None and field.name not in FIGURES[name]:
+def _figure(name: str, options: KernelsArguments) -> Selection:
+    for field in fields(options):
+        if getattr(options, field.name) is not None and field.name not in FIGURES[name]:
             takes = ", ".join(_spelled(each) for each in FIGURES[name])
             raise ValueError(f"{_spelled(field.name)} does not apply to {name}, which takes {takes}")
     if name == "fig5":
-        length = prediction.SIGNAL.length if flags.length is None else flags.length
+        length = prediction.SIGNAL.length if options.length is None else options.length
         if length < 2:
             raise ValueError(f"--length is {length}; {name} counts equal pairs of locations, so give at least 2")
-        return Request(name, tuple(prediction.token_signals(length, flags.seed or 0)))
+        return Selection(name, tuple(prediction.token_signals(length, options.seed or 0)))
     if name == "fig6":
-        signal = _signal(flags, prediction.CORRECTION_SIGNAL)
+        signal = _signal(options, prediction.CORRECTION_SIGNAL)
         build = prediction.correction_networks
     else:
-        signal = _signal(flags, prediction.SIGNAL)
+        signal = _signal(options, prediction.SIGNAL)
         build = prediction.networks
-    networks = build(signal=signal, **flags.given("depth", "gamma_final", "rho_final"))
+    networks = build(signal=signal, **options.given("depth", "gamma_final", "rho_final"))
     networks = networks[:3] if name == "fig1" else networks
-    return Request(name, (signal,), tuple(networks), _blocks(flags.blocks, networks[0].config.depth))
+    return Selection(name, (signal,), tuple(networks), _blocks(options.blocks, networks[0].config.depth))
 
 
-def _signal(flags: Flags, default: InputSignal) -> InputSignal:
-    if flags.seed is not None and flags.input_kind == "average":
+def _signal(options: KernelsArguments, default: InputSignal) -> InputSignal:
+    if options.seed is not None and options.input_kind == "average":
         raise ValueError("--seed picks a sampled sequence, and --input average has none: leave one of them out")
-    changes = flags.given("length", "repeat_rate", "seed")
-    if flags.input_kind is not None:
-        changes["kind"] = str(flags.input_kind)
+    changes = options.given("length", "repeat_rate", "seed")
+    if options.input_kind is not None:
+        changes["kind"] = str(options.input_kind)
     signal = dataclasses.replace(default, **changes)
     check_length(signal.length)
     check_repeat_rate(signal.repeat_rate)
     return signal
 
 
-def _configuration(name: str, scheme: Scheme, signal: InputSignal, flags: Flags) -> ModelConfig:
+def _configuration(name: str, scheme: Scheme, signal: InputSignal, options: KernelsArguments) -> ModelConfig:
     """The network at the length it is looked at, so that calibrations that need a length take that one."""
-    changes: dict[str, Any] = {"length": signal.length, "scheme": _scheme(name, scheme, signal, flags)}
-    changes |= flags.given("depth")
-    if flags.norm is not None:
-        changes["norm"] = str(flags.norm)
-    for field, text in (("attention_skip", flags.skip), ("mlp_skip", flags.mlp_skip)):
+    changes: dict[str, Any] = {"length": signal.length, "scheme": _scheme(name, scheme, signal, options)}
+    changes |= options.given("depth")
+    if options.norm is not None:
+        changes["norm"] = str(options.norm)
+    for field, text in (("attention_skip", options.skip), ("mlp_skip", options.mlp_skip)):
         if text is not None:
             changes[field] = _skip(text, "--mlp-skip" if field == "mlp_skip" else "--skip")
-    if flags.skip is not None and "," in flags.skip and isinstance(scheme, ExponentialSPA | UniformSPA):
-        raise ValueError(f"--skip is {flags.skip}; with SPA attention give one weight α, which makes β = √(1−α²)")
-    if flags.activation == "none" or (name in SCHEMES and flags.activation is None and not flags.mirrored):
-        _refuse_mlp_flags(flags)
+    if options.skip is not None and "," in options.skip and isinstance(scheme, ExponentialSPA | UniformSPA):
+        raise ValueError(f"--skip is {options.skip}; with SPA attention give one weight α, which makes β = √(1−α²)")
+    if options.activation == "none" or (name in SCHEMES and options.activation is None and not options.mirrored):
+        _refuse_mlp_options(options)
         changes["hidden"] = 0
-    elif flags.activation is not None:
-        changes["activation"] = flags.activation
-    if flags.mirrored:
+    elif options.activation is not None:
+        changes["activation"] = options.activation
+    if options.mirrored:
         changes = {"mlp_init": "mirrored", "activation": None} | changes
     if name not in SCHEMES:
         return presets.preset(name, **changes)
@@ -160,20 +160,20 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, flags: Flags)
     return ModelConfig(**(bare | changes))
 
 
-def _refuse_mlp_flags(flags: Flags) -> None:
-    if flags.mlp_skip is not None:
+def _refuse_mlp_options(options: KernelsArguments) -> None:
+    if options.mlp_skip is not None:
         raise ValueError("--mlp-skip needs MLPs, and this network is attention-only: add --activation, e.g. dks-gelu")
-    if flags.mirrored:
+    if options.mirrored:
         raise ValueError("--mirrored is about MLPs, and this network is attention-only: leave out --activation none")
-    if flags.calibration == "mlp-aware":
+    if options.calibration == "mlp-aware":
         raise ValueError("--calibration mlp-aware needs MLPs: add --activation dks-gelu, or use --calibration exact")
 
 
-def _scheme(name: str, scheme: Scheme, signal: InputSignal, flags: Flags) -> Scheme:
-    """The scheme with its flags and the input's repeat rate; a flag of another scheme is refused."""
-    changes = flags.given("gamma_final", "rho_final")
-    if flags.calibration is not None:
-        changes["calibration"] = str(flags.calibration)
+def _scheme(name: str, scheme: Scheme, signal: InputSignal, options: KernelsArguments) -> Scheme:
+    """The scheme with its options and the input's repeat rate; an option of another scheme is refused."""
+    changes = options.given("gamma_final", "rho_final")
+    if options.calibration is not None:
+        changes["calibration"] = str(options.calibration)
     known = {field.name for field in fields(scheme)}
     for field in changes:
         if field not in known:
@@ -186,7 +186,7 @@ def _scheme(name: str, scheme: Scheme, signal: InputSignal, flags: Flags) -> Sch
     return dataclasses.replace(scheme, **changes)
 
 
-def _skip(text: str, flag: str) -> Skip:
+def _skip(text: str, option: str) -> Skip:
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
@@ -196,7 +196,7 @@ def _skip(text: str, flag: str) -> Skip:
     if len(weights) == 2 and all(math.isfinite(weight) for weight in weights):
         return Skip(weights[0], weights[1])
     raise ValueError(
-        f"{flag} is {text!r}; give one weight α in [0, 1), which makes β = √(1−α²), "
+        f"{option} is {text!r}; give one weight α in [0, 1), which makes β = √(1−α²), "
         "or both as α,β (1,1 is the usual skip)"
     )
 
@@ -218,7 +218,7 @@ def _spelled(field: str) -> str:
 
 
 def _unknown(name: str) -> ValueError:
-    near = difflib.get_close_matches(name.lower(), [*SCHEMES, *FIGURES, *presets.names()], n=3, cutoff=0.5)
+    near = near_names(name, [*SCHEMES, *FIGURES, *presets.names()])
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     return ValueError(
         f"there is no figure, scheme or preset {name!r}{meant} Figures: {', '.join(FIGURES)}; "
