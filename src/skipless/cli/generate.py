@@ -31,10 +31,12 @@ def command(
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
 ) -> None:
     """Continue a prompt, writing the text as it comes. Ctrl-C ends it."""
+    from skipless.training.load import check_model, load_model
+
+    check_model(folder)
     import torch
 
     from skipless.model.generate import Sampling, stream
-    from skipless.training.load import load_model
 
     sampling = Sampling(temperature, top_k, top_p)
     text = prompt if prompt is not None else _standard_input()

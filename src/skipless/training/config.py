@@ -156,16 +156,6 @@ def _check_numbers(config: OptimizerConfig) -> None:
         raise ValueError(f"clip is {config.clip!r}; it must be positive (0.1 in the paper), or None for no clipping")
 
 
-_KINDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    tuple: "a list",
-    dict: "a mapping",
-}
-
-
 @dataclass(frozen=True)
 class DataConfig:
     """What to train on: a prepared folder, or a corpus that is prepared first (see `skipless prepare`).
@@ -352,6 +342,16 @@ def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], Any], name: str) 
     if parts and not dataclasses.is_dataclass(old):
         raise ValueError(f"--set {name}: it is a plain value, so nothing lies below it")
     return whole[()] if whole else _changed(old, parts, f"{name}.")
+
+
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list",
+    dict: "a mapping",
+}
 
 
 def _parsed(value: Any, hint: Any, name: str) -> Any:
