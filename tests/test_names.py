@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import skipless as sk
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.tokenizer import Bytes
 
 SOURCE = Path(sk.__file__).parent
 ROOMS = ("theory", "ops", "nn", "model", "data", "inspection", "training", "training.optim", "figures", "paper")
@@ -56,6 +58,20 @@ def test_a_transformer_of_one_block() -> None:
 def test_attention_for_a_model_of_one_s_own() -> None:
     attention = sk.nn.ShapedAttention(256, heads=8, shape=sk.ExponentialSPA().shapes(12)[3])
     assert attention(torch.randn(2, 16, 256)).shape == (2, 16, 256)
+
+
+def test_train_load_and_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabulary, repeat rate and warm-up follow from the data and the steps."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"The signal survives depth {number}. " * 60)
+    prepare(Preparation("text", Bytes()), Path("data/wiki"))
+    small = {"heads": 2, "length": 32, "batch_size": 2, "precision": "fp32", "compile": False, "device": "cpu"}
+    sk.train("wikitext103/e-spa", data="data/wiki", depth=2, width=32, steps=2, out="runs/e-spa", quiet=True, **small)
+    model = sk.load("runs/e-spa")
+    assert model.config.vocab_size == 256
+    assert model.generate("The signal").startswith("The signal")
 
 
 def test_the_second_argument_is_the_targets(model: sk.Transformer, tokens: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from skipless.cli import main
 from skipless.cli.report import read_results
-from skipless.report.page import inspection_of_states
+from skipless.inspection.inspection import Inspection
 from skipless.theory import kernels
 
 
@@ -55,7 +55,7 @@ def page_data(path: Path = Path("report.html")) -> dict:
 
 
 def test_an_input_is_not_overwritten(skipless) -> None:
-    text = inspection_of_states("measured", states()).to_json()
+    text = Inspection.of_states("measured", states()).to_json()
     Path("data.json").write_text(text)
     words = skipless("report", "data.json", "--out", "../" + Path.cwd().name + "/data.json", code=2)
     assert "data.json, which is read too; name another file" in words
@@ -64,7 +64,7 @@ def test_an_input_is_not_overwritten(skipless) -> None:
 
 def test_runs_inspections_and_certificates_on_one_page(skipless) -> None:
     make_run(Path("one"))
-    Path("inspection.json").write_text(inspection_of_states("measured", states()).to_json())
+    Path("inspection.json").write_text(Inspection.of_states("measured", states()).to_json())
     skipless("kernels", "fig1", "--depth", "6", "--length", "20", "--no-figure", "--json", "fig1.json")
     said = skipless("report", "one", "inspection.json", "fig1.json", "--out", "sub/page.html", "--title", "All of it")
     assert "6 networks, 1 run)" in said
@@ -91,7 +91,7 @@ def test_norms_of_a_normalised_stream_are_not_judged(skipless) -> None:
 
 
 def test_a_list_of_inspections(skipless) -> None:
-    several = [inspection_of_states(name, states()).as_dict() for name in ("a", "b")]
+    several = [Inspection.of_states(name, states()).as_dict() for name in ("a", "b")]
     Path("several.json").write_text(json.dumps(several))
     assert "2 networks" in skipless("report", "several.json")
 

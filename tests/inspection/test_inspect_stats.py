@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from skipless.inspection.attention import AttentionStats, AttentionWatch
 from skipless.inspection.gradients import members
-from skipless.inspection.statistics import QUANTILES, InspectOptions, describe
+from skipless.inspection.inspection import QUANTILES
+from skipless.inspection.statistics import InspectOptions, describe
 from skipless.theory import kernels
 
 

@@ -15,9 +15,6 @@ import pytest
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.report.page import (
     ResultTable,
-    inspection_from_dict,
-    inspection_of_states,
-    inspections_of_certificates,
     render,
 )
 from skipless.theory import kernels
@@ -35,7 +32,7 @@ FLAGS = (
 def measured(name: str = "e-spa", depth: int = 4, length: int = 12, **changes) -> Inspection:
     """Kernels that grow together with depth, with every field filled."""
     rates = np.linspace(3.0, 0.2, depth + 1)
-    base = inspection_of_states(name, np.stack([kernels.exponential(rate, length) for rate in rates]))
+    base = Inspection.of_states(name, np.stack([kernels.exponential(rate, length) for rate in rates]))
     extra = {"kurtosis": 3.1, "outlier": 4.2, "gradient_mean": 0.9, "gradient_max": 1.4, "attention_first": 0.2}
     predicted = {"norm": 1.0, "cosine": 0.4, "gradient": 1.0}
     blocks = tuple(BlockSignal(**{**vars(block), **extra, "predicted": predicted}) for block in base.blocks)
@@ -96,7 +93,7 @@ def test_every_block_is_in_the_table_and_unmeasured_columns_are_not() -> None:
     text = render([measured(depth=3)])
     assert [text.count(f">{name}</th>") for name in ("input", "block 1", "block 3", "block 4")] == [1, 1, 1, 0]
     assert ">kurtosis</th>" in text
-    assert ">kurtosis</th>" not in render([inspection_of_states("x", np.stack([np.eye(4)] * 2))])
+    assert ">kurtosis</th>" not in render([Inspection.of_states("x", np.stack([np.eye(4)] * 2))])
 
 
 def test_no_text_becomes_markup() -> None:
@@ -124,7 +121,7 @@ def test_the_file_asks_for_nothing() -> None:
 def test_size_of_a_page_of_36_blocks() -> None:
     noise = np.random.default_rng(0)
     states = np.stack([kernels.of_activations(noise.standard_normal((128, 64))) for _ in range(37)])
-    one = inspection_of_states("36 blocks", states)
+    one = Inspection.of_states("36 blocks", states)
     kept = Page(render([one])).data["networks"][0]["kernels"]
     assert (kept["side"], kept["stride"]) == (128, 1)
     assert len(render([one]).encode()) < 500_000
@@ -144,7 +141,7 @@ def test_kernels_come_back_from_the_page() -> None:
 
 def test_a_lost_kernel_is_left_out_and_infinite_numbers_are_null() -> None:
     states = np.stack([np.eye(4), np.full((4, 4), np.inf), np.eye(4)])
-    inspection = inspection_of_states("burst", states)
+    inspection = Inspection.of_states("burst", states)
     assert inspection.verdict.kind == "explosion"
     network = Page(render([inspection])).data["networks"][0]
     assert network["kernels"]["blocks"] == [0, 2]
@@ -169,11 +166,11 @@ def test_curves_alone_and_nothing_at_all() -> None:
 
 def test_an_inspection_survives_json() -> None:
     inspection = collapsed()
-    again = inspection_from_dict(json.loads(inspection.to_json()))
+    again = Inspection.from_dict(json.loads(inspection.to_json()))
     assert again.as_dict() == inspection.as_dict()
     assert (again.model, again.verdict, again.blocks) == (inspection.model, inspection.verdict, inspection.blocks)
     with pytest.raises(ValueError, match="damaged or of another version"):
-        inspection_from_dict({"model": "x", "blocks": [{"block": 0}], "verdict": {}})
+        Inspection.from_dict({"model": "x", "blocks": [{"block": 0}], "verdict": {}})
 
 
 def test_certificates_keep_the_kernels_that_were_shown() -> None:
@@ -187,7 +184,7 @@ def test_certificates_keep_the_kernels_that_were_shown() -> None:
         },
         "cosines": {"0": np.eye(3).tolist(), "2": np.ones((3, 3)).tolist()},
     }
-    (inspection,) = inspections_of_certificates({"networks": [network]})
+    (inspection,) = Inspection.of_certificates({"networks": [network]})
     assert Page(render([inspection])).data["networks"][0]["kernels"]["blocks"] == [0, 2]
     assert inspection.blocks[2].cosine_quantiles == (1.0,) * 5
     assert inspection.blocks[1].cosine_quantiles == ()

@@ -197,18 +197,18 @@ def _read_probe(file: Path, name: str, normalised: bool) -> "Inspection":
 
     import numpy as np
 
-    from skipless.report.page import inspection_of_states
+    from skipless.inspection.inspection import Inspection
 
     try:
         with np.load(file, allow_pickle=False) as saved:
             step, states = int(saved["step"]), saved["states"]
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} is not a probe of a run, or damaged ({error}); delete it to leave it out") from error
-    return inspection_of_states(f"{name}, step {step}", states, normalised=normalised)
+    return Inspection.of_states(f"{name}, step {step}", states, normalised=normalised)
 
 
 def _read_file(path: Path) -> "list[Inspection]":
-    from skipless.report.page import inspection_from_dict, inspections_of_certificates
+    from skipless.inspection.inspection import Inspection
 
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -216,10 +216,10 @@ def _read_file(path: Path) -> "list[Inspection]":
         raise ValueError(f"{path} is not JSON ({error}); give {_KINDS}") from error
     try:
         if isinstance(data, dict) and "networks" in data:
-            return inspections_of_certificates(data)
+            return Inspection.of_certificates(data)
         several = data if isinstance(data, list) else [data]
         if several and all(isinstance(one, dict) and {"blocks", "verdict"} <= one.keys() for one in several):
-            return [inspection_from_dict(one) for one in several]
+            return [Inspection.from_dict(one) for one in several]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"{path} holds neither an inspection nor certificates of networks; give {_KINDS}")

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+from skipless.inspection.inspection import QUANTILES
+
 PICTURE = 128  # locations of the kernel that is kept for the eye
 SPECTRAL_ROWS = 2  # rows whose spectrum is taken: its cost is cubic, and rows of one batch differ little
 _CHUNK = 2**25  # bytes of a chunk's float64 rows or kernels, of which a handful of copies exist at a time

@@ -1,4 +1,8 @@
-"""The report: one page, offline, from runs, certificates and results."""
+"""One HTML file for any set of networks and runs: verdicts, kernels by depth, curves, tables. It asks for nothing else.
+
+What is text stands in the file itself; charts and kernels are drawn by its script from data beside it. Its policy
+allows that one script and no request, so that a page can be mailed, archived and opened offline.
+"""
 
 import base64
 import hashlib
@@ -6,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -15,211 +19,6 @@ from typing import Any
 import numpy as np
 
 from skipless.inspection.inspection import BlockSignal, Inspection
-from skipless.theory import kernels
-from skipless.theory.certificate import Verdict, judge
-
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-_NAN = float("nan")
-
-
-def inspection_from_dict(data: Mapping[str, Any]) -> Inspection:
-    """The inverse of Inspection.as_dict; null numbers come back as NaN, or as None where the field may lack."""
-    try:
-        blocks = tuple(_block(entry) for entry in data["blocks"])
-        verdict = Verdict(**data["verdict"])
-        cosines = data.get("kernels")
-        stack = None if cosines is None else np.array(cosines, dtype=np.float64)
-        locations = {name: np.array(rows, dtype=np.float64) for name, rows in data.get("locations", {}).items()}
-        return Inspection(str(data["model"]), blocks, verdict, str(data.get("advice") or ""), stack, locations)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"the inspection is damaged or of another version ({error!r})") from error
-
-
-def inspections_of_certificates(data: Mapping[str, Any]) -> list[Inspection]:
-    """One inspection per network of a `skipless kernels --json` file: theory's numbers, kernels of the blocks shown."""
-    try:
-        return [_of_certificate(network) for network in data["networks"]]
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"the certificate is damaged or of another version ({error!r})") from error
-
-
-def inspection_of_states(model: str, states: np.ndarray, *, normalised: bool = False) -> Inspection:
-    """From measured kernels Σ_0 … Σ_L, (L+1, T, T), of one sequence: everything but gradients and single entries.
-
-    normalised as in theory.certificate: norms of a normalised stream may grow and are not judged.
-    """
-    states = np.asarray(states, dtype=np.float64)
-    unjudged = [np.ones(states.shape[1])] * len(states)
-    certificate = judge(list(states), unjudged, normalised=normalised)
-    cosines = np.stack([_cosines(state) for state in states])
-    blocks = tuple(
-        BlockSignal(
-            block=at.block,
-            name=_name(at.block),
-            norm_min=at.diagonal_min,
-            norm_mean=at.diagonal_mean,
-            norm_max=at.diagonal_max,
-            cosine_mean=at.mean_cosine,
-            cosine_quantiles=_quantiles(cosine),
-            effective_rank=at.effective_rank,
-            stable_rank=kernels.stable_rank(state) if np.isfinite(cosine).all() else _NAN,
-            collapse=kernels.rank_one_residual(state) if np.isfinite(cosine).all() else _NAN,
-            kurtosis=_NAN,
-            outlier=_NAN,
-        )
-        for at, state, cosine in zip(certificate.reports, states, cosines, strict=True)
-    )
-    return Inspection(model, blocks, certificate.verdict, kernels=cosines)
-
-
-def _of_certificate(network: Mapping[str, Any]) -> Inspection:
-    reports = network["certificate"]["reports"]
-    kept = {int(block): np.array(rows, dtype=np.float64) for block, rows in network["cosines"].items()}
-    blocks = tuple(_certified(at, kept.get(at["block"])) for at in reports)
-    length = len(next(iter(kept.values()))) if kept else 0
-    absent = np.full((length, length), np.nan)
-    stack = np.stack([kept.get(at["block"], absent) for at in reports]) if kept else None
-    return Inspection(str(network["label"]), blocks, Verdict(**network["certificate"]["verdict"]), kernels=stack)
-
-
-def _certified(at: Mapping[str, Any], cosine: np.ndarray | None) -> BlockSignal:
-    return BlockSignal(
-        block=at["block"],
-        name=_name(at["block"]),
-        norm_min=_number(at["diagonal_min"]),
-        norm_mean=_number(at["diagonal_mean"]),
-        norm_max=_number(at["diagonal_max"]),
-        cosine_mean=_number(at["mean_cosine"]),
-        cosine_quantiles=() if cosine is None else _quantiles(cosine),
-        effective_rank=_number(at["effective_rank"]),
-        stable_rank=_NAN,
-        collapse=_NAN,
-        kurtosis=_NAN,
-        outlier=_NAN,
-        gradient_mean=at["backward_mean"],
-        gradient_max=at["backward_max"],
-    )
-
-
-def _block(entry: Mapping[str, Any]) -> BlockSignal:
-    known = {field.name for field in fields(BlockSignal)}
-    values = {name: value for name, value in entry.items() if name in known}
-    for name in ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "stable_rank"):
-        values[name] = _number(values[name])
-    for name in ("collapse", "kurtosis", "outlier"):
-        values[name] = _number(values[name])
-    values["cosine_quantiles"] = tuple(_number(value) for value in values["cosine_quantiles"])
-    return BlockSignal(**values)
-
-
-def _number(value: Any) -> float:
-    return _NAN if value is None else float(value)
-
-
-def _name(block: int) -> str:
-    return "input" if block == 0 else f"block {block}"
-
-
-def _cosines(state: np.ndarray) -> np.ndarray:
-    """Cosines, or NaN throughout where a norm is zero or not finite."""
-    if not (np.isfinite(state).all() and (np.diagonal(state) > 0).all()):
-        return np.full_like(state, np.nan)
-    return kernels.cosine(state)
-
-
-def _quantiles(cosine: np.ndarray) -> tuple[float, ...]:
-    above: Sequence[float] | np.ndarray = cosine[np.triu_indices(len(cosine), 1)]
-    return tuple(float(q) for q in np.quantile(above, QUANTILES)) if np.isfinite(above).all() else ()
-
-
-# A kernel of 128 locations is 8 kB; 36 blocks of them keep a page of one network below 500 kB in base64.
-KERNEL_BYTES = 310_000
-_WHOLE_NETWORKS = 4  # more networks share what these may take
-_CURVE_POINTS = 400
-_LEVELS = 254  # cosines −1 … 1 as 0 … 254; 255 is not a number
-_COLUMNS = ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "gradient_mean", "gradient_max")
-_OPTIONAL = ("attention_spread", "carry")
-_CURVES = ("loss", "ema", "valid_loss", "gradient")
-
-
-def page_data(inspections: Sequence[Inspection], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """JSON that can stand inside a script element: no <, >, & and no line separators."""
-    budget = KERNEL_BYTES * min(len(inspections), _WHOLE_NETWORKS) // max(len(inspections), 1)
-    data = {
-        "networks": [_network(inspection, budget) for inspection in inspections],
-        "curves": [{"name": name, **_curve(records)} for name, records in curves.items()],
-    }
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escaped
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _network(inspection: Inspection, budget: int) -> dict[str, Any]:
-    blocks = inspection.blocks
-    columns = {name: _column([getattr(block, name) for block in blocks]) for name in (*_COLUMNS, *_OPTIONAL)}
-    columns |= {"cosine_low": _quantile(blocks, 0), "cosine_high": _quantile(blocks, -1)}
-    for key in ("norm", "cosine", "gradient"):
-        columns[f"{key}_predicted"] = _column([(block.predicted or {}).get(key) for block in blocks])
-    return {
-        "name": inspection.model,
-        "lost": inspection.verdict.block if inspection.verdict.lost else None,
-        "blocks": [block.block for block in blocks],
-        "columns": {name: values for name, values in columns.items() if any(v is not None for v in values)},
-        "kernels": _kernels(inspection, budget),
-    }
-
-
-def _column(values: Sequence[float | None]) -> list[float | None]:
-    return [None if value is None or not math.isfinite(value) else float(f"{value:.4g}") for value in values]
-
-
-def _quantile(blocks: Sequence[BlockSignal], index: int) -> list[float | None]:
-    return _column([block.cosine_quantiles[index] if block.cosine_quantiles else None for block in blocks])
-
-
-def _kernels(inspection: Inspection, budget: int) -> dict[str, Any] | None:
-    """The upper triangle of each kernel kept, row by row, a byte an entry. Too much: every n-th location is shown."""
-    if inspection.kernels is None:
-        return None
-    kept = [index for index, kernel in enumerate(inspection.kernels) if not np.isnan(kernel).all()]
-    if not kept:
-        return None
-    stack = np.asarray(inspection.kernels, dtype=np.float64)[kept]
-    stride = next(n for n in range(1, 1_000_000) if _triangle_size(-(-stack.shape[1] // n)) * len(kept) <= budget)
-    stack = stack[:, ::stride, ::stride]
-    side = stack.shape[1]
-    level = np.round((np.clip(stack, -1.0, 1.0) + 1.0) * (_LEVELS / 2))
-    level = np.where(np.isnan(level), _LEVELS + 1, level).astype(np.uint8)
-    rows, columns = np.triu_indices(side)
-    return {
-        "side": side,
-        "stride": stride,
-        "blocks": [inspection.blocks[index].block for index in kept],
-        "bytes": base64.b64encode(level[:, rows, columns].tobytes()).decode(),
-    }
-
-
-def _triangle_size(side: int) -> int:
-    return side * (side + 1) // 2 if side > 1 else 0
-
-
-def _curve(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each quantity as [steps, values]; a long one as means over equal stretches, its last value exact."""
-    curve = {}
-    for name in _CURVES:
-        points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float) and "step" in r]
-        if points:
-            steps, values = _thinned(np.array(points, dtype=np.float64))
-            curve[name] = [np.round(steps).astype(int).tolist(), _column(values.tolist())]
-    return curve
-
-
-def _thinned(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if len(points) <= _CURVE_POINTS:
-        return points[:, 0], points[:, 1]
-    parts = np.array_split(points, _CURVE_POINTS)
-    means = np.array([part.mean(axis=0) for part in parts])
-    return np.append(means[:, 0], points[-1, 0]), np.append(means[:, 1], points[-1, 1])
-
 
 _MARKS = {"preserved": "✔", "drift": "≈", "collapse": "✖", "explosion": "▲", "vanishing": "▼"}
 _PLAIN = {
@@ -246,7 +45,6 @@ _HEADS: tuple[tuple[str, str, str], ...] = (
 )
 _TALLIES = (("pass", "hold"), ("fail", "fail"), ("not run", "await their runs"))
 _RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity")
-
 _FAILED = ' class="lost"'
 
 
@@ -408,3 +206,92 @@ def _short(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "–"
     return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
+
+
+# A kernel of 128 locations is 8 kB; 36 blocks of them keep a page of one network below 500 kB in base64.
+KERNEL_BYTES = 310_000
+_WHOLE_NETWORKS = 4  # more networks share what these may take
+_CURVE_POINTS = 400
+_LEVELS = 254  # cosines −1 … 1 as 0 … 254; 255 is not a number
+_COLUMNS = ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "gradient_mean", "gradient_max")
+_OPTIONAL = ("attention_spread", "carry")
+_CURVES = ("loss", "ema", "valid_loss", "gradient")
+
+
+def page_data(inspections: Sequence[Inspection], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """JSON that can stand inside a script element: no <, >, & and no line separators."""
+    budget = KERNEL_BYTES * min(len(inspections), _WHOLE_NETWORKS) // max(len(inspections), 1)
+    data = {
+        "networks": [_network(inspection, budget) for inspection in inspections],
+        "curves": [{"name": name, **_curve(records)} for name, records in curves.items()],
+    }
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escaped
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _network(inspection: Inspection, budget: int) -> dict[str, Any]:
+    blocks = inspection.blocks
+    columns = {name: _column([getattr(block, name) for block in blocks]) for name in (*_COLUMNS, *_OPTIONAL)}
+    columns |= {"cosine_low": _quantile(blocks, 0), "cosine_high": _quantile(blocks, -1)}
+    for key in ("norm", "cosine", "gradient"):
+        columns[f"{key}_predicted"] = _column([(block.predicted or {}).get(key) for block in blocks])
+    return {
+        "name": inspection.model,
+        "lost": inspection.verdict.block if inspection.verdict.lost else None,
+        "blocks": [block.block for block in blocks],
+        "columns": {name: values for name, values in columns.items() if any(v is not None for v in values)},
+        "kernels": _kernels(inspection, budget),
+    }
+
+
+def _column(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None or not math.isfinite(value) else float(f"{value:.4g}") for value in values]
+
+
+def _quantile(blocks: Sequence[BlockSignal], index: int) -> list[float | None]:
+    return _column([block.cosine_quantiles[index] if block.cosine_quantiles else None for block in blocks])
+
+
+def _kernels(inspection: Inspection, budget: int) -> dict[str, Any] | None:
+    """The upper triangle of each kernel kept, row by row, a byte an entry. Too much: every n-th location is shown."""
+    if inspection.kernels is None:
+        return None
+    kept = [index for index, kernel in enumerate(inspection.kernels) if not np.isnan(kernel).all()]
+    if not kept:
+        return None
+    stack = np.asarray(inspection.kernels, dtype=np.float64)[kept]
+    stride = next(n for n in range(1, 1_000_000) if _triangle_size(-(-stack.shape[1] // n)) * len(kept) <= budget)
+    stack = stack[:, ::stride, ::stride]
+    side = stack.shape[1]
+    level = np.round((np.clip(stack, -1.0, 1.0) + 1.0) * (_LEVELS / 2))
+    level = np.where(np.isnan(level), _LEVELS + 1, level).astype(np.uint8)
+    rows, columns = np.triu_indices(side)
+    return {
+        "side": side,
+        "stride": stride,
+        "blocks": [inspection.blocks[index].block for index in kept],
+        "bytes": base64.b64encode(level[:, rows, columns].tobytes()).decode(),
+    }
+
+
+def _triangle_size(side: int) -> int:
+    return side * (side + 1) // 2 if side > 1 else 0
+
+
+def _curve(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each quantity as [steps, values]; a long one as means over equal stretches, its last value exact."""
+    curve = {}
+    for name in _CURVES:
+        points = [(r["step"], r[name]) for r in records if isinstance(r.get(name), int | float) and "step" in r]
+        if points:
+            steps, values = _thinned(np.array(points, dtype=np.float64))
+            curve[name] = [np.round(steps).astype(int).tolist(), _column(values.tolist())]
+    return curve
+
+
+def _thinned(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if len(points) <= _CURVE_POINTS:
+        return points[:, 0], points[:, 1]
+    parts = np.array_split(points, _CURVE_POINTS)
+    means = np.array([part.mean(axis=0) for part in parts])
+    return np.append(means[:, 0], points[-1, 0]), np.append(means[:, 1], points[-1, 1])
