@@ -9,7 +9,7 @@ import pytest
 from skipless.paper.experiments import SCALES, Setting, Text
 from skipless.paper.records import ResultsFolder
 from skipless.paper.runs import make_run
-from skipless.paper.tables import TABLES, as_json, gather, markdown
+from skipless.paper.tables import TABLES, as_json, gather, markdown, results_index
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "reproducing.md").read_text()
@@ -27,6 +27,23 @@ def test_pages_are_made_from_the_logs_as_they_are(name):
     data, page = ((ROOT / "results" / f"{name}-small.{kind}").read_text() for kind in ("json", "md"))
     assert json.loads(data) == json.loads(json.dumps(as_json(found))) | {"skipless": json.loads(data)["skipless"]}
     assert page == markdown(found, f"{name}-small.png")
+
+
+def test_the_key_of_every_logged_run_is_the_one_of_its_arm():
+    for record in FOLDER.records.values():
+        setting = Setting.of(SCALES["small"], Text(**record.text))
+        table = TABLES[record.item]
+        numbers = (record.rate, record.seed, record.multiple, record.measure, record.embedding_rate)
+        assert make_run(table, table.arm(record.arm), setting, *numbers).key == record.key, record
+
+
+def test_the_index_is_made_from_the_logs_as_they_are():
+    folders = [ResultsFolder(ROOT / "results", name) for name in SCALES]
+    page = (ROOT / "results" / "README.md").read_text()
+    assert page == results_index(ROOT / "results", folders)
+    for link in re.findall(r"\]\(([^)]+)\)", page):
+        assert (ROOT / "results" / link).is_file(), link
+    assert "Wikipedia (train-00), 28.9M tokens" in page
 
 
 def rows(head: str) -> list[list[str]]:

@@ -1,6 +1,7 @@
 """Tables and arms: every one can be built at every size, shares runs with others, and states what it expects."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -220,6 +221,15 @@ def test_unknown_names_suggest_near_ones() -> None:
         scale_named("smal")
     assert [table.name for table in tables_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
     assert len(tables_named(["all"])) == len(TABLES) == 27
+
+
+def test_the_catalogue_has_every_table_that_a_file_states() -> None:
+    files = {import_module(f"skipless.paper.{name}") for name in ("skipless", "skips", "extensions", "mirrored")}
+    stated = [each.name for file in files for each in vars(file).values() if isinstance(each, PaperTable)]
+    assert sorted(stated) == sorted(TABLES)
+    assert all(TABLES[name].name == name for name in TABLES)
+    with pytest.raises(KeyError):
+        TABLES["table-1"]
 
 
 def test_two_arms_of_one_name_are_refused() -> None:
