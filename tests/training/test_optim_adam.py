@@ -110,6 +110,17 @@ def test_what_the_kernel_does_not_serve_torch_does():
     assert torch.equal(ours, theirs)
 
 
+def test_a_step_calls_its_hooks_once_whoever_else_uses_torchs_adam():
+    torch.optim.Adam(parameters())  # from here on Adam.step calls hooks too
+    several, calls = parameters(), []
+    optimizer = FusedAdam(several)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    give_gradients(several, 0)
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
 def test_a_state_moves_between_it_and_torchs_adam(kernel):
     ours, theirs = parameters(), parameters()
     one, other = FusedAdam(ours, lr=1e-2), torch.optim.Adam(theirs, lr=1e-2)

@@ -96,7 +96,9 @@ class FusedAdam(Adam):
                     parameter.grad = gradient.to(parameter.dtype)
         if scale is not None:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], scale)
-        loss = super().step(closure)
+        # once a torch.optim.Adam exists its step calls hooks, and ours has called them: the one inside calls none
+        inner: Any = Adam.step
+        loss = (inner.__wrapped__ if getattr(inner, "hooked", False) else inner)(self, closure)
         if self.half_weights is not None:
             self.half_weights.write(parameters)
         return loss
