@@ -270,7 +270,7 @@ def test_wrong_arguments_say_what_is_right() -> None:
     for hidden in (-5, 1.5):
         with pytest.raises(ValueError, match=f"hidden is {hidden}; it must be an integer of at least 0"):
             convert(llama(), hidden=hidden)
-    with pytest.raises(ValueError, match="unknown activation ''"):
+    with pytest.raises(ValueError, match="there is no activation ''"):
         convert(llama(), activation="")
     for activation in (3, 0):
         with pytest.raises(TypeError, match=f"activation is {activation}; give a name such as 'dks-gelu'"):

@@ -21,7 +21,7 @@ ROUNDS = 6
 class Permutation:
     """A bijection of 0 … size−1 chosen by (seed, epoch).
 
-    A Feistel network on pairs: x = a·right + left with a = ⌈√size⌉, and in turn left += F(right) mod a and
+    A Feistel network on pairs: x = a·right + left with a = ⌈√size⌉, and by turns left += F(right) mod a and
     right += F(left) mod ⌈size/a⌉. Fewer than a results are ≥ size; those go through again (cycle walking). Stable
     across machines and numpy versions: SeedSequence and integer arithmetic only.
     """
@@ -53,8 +53,8 @@ class Permutation:
     def _once(self, values: np.ndarray) -> np.ndarray:
         columns, rows = self._sides
         right, left = np.divmod(values, columns)
-        for turn, key in enumerate(self._keys):
-            if turn % 2:
+        for number, key in enumerate(self._keys):
+            if number % 2:
                 right = (right + _mix(left ^ key) % rows) % rows
             else:
                 left = (left + _mix(right ^ key) % columns) % columns

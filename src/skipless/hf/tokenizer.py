@@ -19,6 +19,18 @@ _SPACE = "▁"
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """UTF-8 bytes as tokens 0 … 255, without special tokens."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    # ByteLevel writes byte b as one printable character: its own, or the next free one from U+0100 on
+    vocabulary = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", clean_up_tokenization_spaces=False)
+
+
 @dataclass(frozen=True)
 class SentencePieceFile:
     """What a unigram .model file says: pieces as (text, score, type), and how text is normalised."""
@@ -57,6 +69,41 @@ class SentencePieceFile:
         return [text for text, _, own in self.pieces if own == kind]
 
 
+def _piece(body: bytes) -> tuple[str, float, int]:
+    fields = dict(_fields(body))
+    return fields[1].decode(), struct.unpack("<f", fields.get(2, bytes(4)))[0], fields.get(3, _NORMAL)
+
+
+def _fields(body: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, value) of a protocol buffer message: an integer, or the raw bytes of anything else.
+
+    Which of the two a number has is the file format's word; a file that breaks it raises TypeError where it is used.
+    """
+    at = 0
+    while at < len(body):
+        key, at = _varint(body, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(body, at)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            size, at = _varint(body, at)
+        else:
+            size = {1: 8, 5: 4}[kind]
+        yield key >> 3, body[at : at + size]
+        at += size
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = body[at]
+        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
+        if byte < 128:
+            return value, at
+
+
 def sentencepiece_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """A unigram SentencePiece file as a fast tokenizer with the same ids, no special tokens added.
 
@@ -92,16 +139,22 @@ def sentencepiece_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     )
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """UTF-8 bytes as tokens 0 … 255, without special tokens."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    # ByteLevel writes byte b as one printable character: its own, or the next free one from U+0100 on
-    vocabulary = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", clean_up_tokenization_spaces=False)
+def _absent_characters(file: SentencePieceFile) -> list[str]:
+    """Characters of pieces such as <s> that no normal piece contains. Set apart in the text, they keep those pieces
+    from matching where the low score cannot: against unknown characters, which score lower still. They become bytes one
+    by one all the same; without byte fallback, neighbours would have to merge into one <unk>."""
+    texts: dict[bool, set[str]] = {True: set(), False: set()}
+    for text, _, kind in file.pieces:
+        texts[kind in (_NORMAL, _USER_DEFINED)].update(text)
+    return sorted(texts[False] - texts[True]) if file.byte_fallback else []
+
+
+def _normaliser(file: SentencePieceFile) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(file.charsmap)] if file.charsmap else []
+    if file.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    steps += [normalizers.Prepend(_SPACE)] if file.add_dummy_prefix else []
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
 
 
 def export_tokenizer(sentencepiece_file: str | Path, folder: str | Path) -> PreTrainedTokenizerFast:
@@ -171,56 +224,3 @@ class FastTokenizer:
             return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("▁", " ").encode())
 
         return np.array([size(token) for token in range(self.vocab_size)], dtype=np.int64)
-
-
-def _absent_characters(file: SentencePieceFile) -> list[str]:
-    """Characters of pieces such as <s> that no normal piece contains. Set apart in the text, they keep those pieces
-    from matching where the low score cannot: against unknown characters, which score lower still. They become bytes one
-    by one all the same; without byte fallback, neighbours would have to merge into one <unk>."""
-    texts: dict[bool, set[str]] = {True: set(), False: set()}
-    for text, _, kind in file.pieces:
-        texts[kind in (_NORMAL, _USER_DEFINED)].update(text)
-    return sorted(texts[False] - texts[True]) if file.byte_fallback else []
-
-
-def _normaliser(file: SentencePieceFile) -> normalizers.Normalizer:
-    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(file.charsmap)] if file.charsmap else []
-    if file.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    steps += [normalizers.Prepend(_SPACE)] if file.add_dummy_prefix else []
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-
-
-def _piece(body: bytes) -> tuple[str, float, int]:
-    fields = dict(_fields(body))
-    return fields[1].decode(), struct.unpack("<f", fields.get(2, bytes(4)))[0], fields.get(3, _NORMAL)
-
-
-def _fields(body: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protocol buffer message: an integer, or the raw bytes of anything else.
-
-    Which of the two a number has is the file format's word; a file that breaks it raises TypeError where it is used.
-    """
-    at = 0
-    while at < len(body):
-        key, at = _varint(body, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _varint(body, at)
-            yield key >> 3, value
-            continue
-        if kind == 2:
-            size, at = _varint(body, at)
-        else:
-            size = {1: 8, 5: 4}[kind]
-        yield key >> 3, body[at : at + size]
-        at += size
-
-
-def _varint(body: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = body[at]
-        value, shift, at = value | (byte & 127) << shift, shift + 7, at + 1
-        if byte < 128:
-            return value, at
