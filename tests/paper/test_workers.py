@@ -16,7 +16,7 @@ from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
 from skipless.paper.experiments import SCALES, Setting, Text
 from skipless.paper.records import ResultsFolder
-from skipless.paper.runs import Limits, Run, make_run
+from skipless.paper.runs import Limits, Listener, Run, make_run
 from skipless.paper.tables import TABLES
 from skipless.paper.workers import RunRequest, Scheduler, run_one
 
@@ -86,6 +86,30 @@ def test_a_signal_while_a_process_starts_is_not_lost(endless: Scheduler, capfd: 
     assert interrupted(endless, active_children) < 60.0
     assert not runs(endless)
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Failures(Listener):
+    """Notes the errors of runs."""
+
+    def __init__(self):
+        self.errors: list[str] = []
+
+    def failed(self, run: Run, error: str, traceback: Path) -> None:
+        self.errors.append(error)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_worker_that_is_killed_fails_its_run_and_no_other(endless: Scheduler) -> None:
+    def kill() -> None:
+        while not (children := active_children()):
+            time.sleep(0.05)
+        children[0].kill()
+
+    endless.listener = failures = Failures()
+    threading.Thread(target=kill, daemon=True).start()
+    assert len(endless.work()) == 1  # it is still missing
+    assert failures.errors == ["its process died (exit code -9)"]
+    assert not active_children()
 
 
 def test_a_run_stopped_before_it_began_leaves_no_files_of_no_run(tmp_path: Path, monkeypatch) -> None:

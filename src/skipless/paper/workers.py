@@ -75,7 +75,9 @@ class Scheduler:
         # chosen once: where a GPU is lost on the way its runs fail, and do not go on by themselves on a CPU
         self._device = self.limits.device or ("cuda" if torch.cuda.is_available() else "cpu")
         count = self.limits.jobs
-        workers = [Here()] if count == 1 else [Worker(max((os.cpu_count() or 1) // count, 1)) for _ in range(count)]
+        workers = (
+            [Worker()] if count == 1 else [WorkerProcess(max((os.cpu_count() or 1) // count, 1)) for _ in range(count)]
+        )
         try:
             while True:
                 for worker in workers:
@@ -96,7 +98,7 @@ class Scheduler:
     def _missing(self) -> list[Run]:
         return missing(self.tables, self.setting, self.results.records, self.arms)
 
-    def _next(self, worker: "Here", workers: "Sequence[Here]") -> Run | None:
+    def _next(self, worker: "Worker", workers: "Sequence[Worker]") -> Run | None:
         """The first run that fits into the time; of those like it, one of the worker's own network or of nobody's."""
         running = [other.run for other in workers if other.run is not None]
         if any(run.exclusive for run in running):
@@ -129,7 +131,7 @@ class Scheduler:
         folder = self.results.run_folder(run.key)
         return RunRequest(run, folder, self._device, self._left(), beside, self.limits.tasks)
 
-    def _take_in(self, worker: "Here") -> None:
+    def _take_in(self, worker: "Worker") -> None:
         """Write the record of the worker's run before its folder goes, or say that it failed."""
         run, (record, error) = worker.run, worker.result()
         assert run is not None
@@ -157,7 +159,7 @@ class Scheduler:
 Answer = tuple[Record | None, str]  # of a run: its record, and what went wrong; (None, "") where its time was up
 
 
-class Here:
+class Worker:
     """The only worker of one job: this very process."""
 
     def __init__(self):
@@ -181,7 +183,7 @@ class Here:
         """Nothing."""
 
 
-class Worker(Here):
+class WorkerProcess(Worker):
     """A process of its own. One that dies fails its run, and a new one takes its place."""
 
     def __init__(self, threads: int):
@@ -195,7 +197,7 @@ class Worker(Here):
         """Send it to the process, which is started by the first one."""
         self.run, self.network = request.run, request.run.network
         if self._process is None:
-            self._process = self._open()
+            self._open()
         with suppress(BrokenPipeError):  # its end is seen by result()
             self.connection.send(request)
 
@@ -222,23 +224,23 @@ class Worker(Here):
             self.connection.close()
             self._process.join()
 
-    def _open(self) -> BaseProcess:
+    def _open(self) -> None:
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._threads))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if os.name == "posix" else None
         try:
-            process.start()  # Ctrl-C waits until the process asks for it
+            process.start()  # Ctrl-C waits, here until the process is known and there until it asks for it
+            self._process = process
         finally:
             if before is not None:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that the end of the process ends the connection
-        return process
 
 
-def first_done(workers: Sequence[Here]) -> list[Here]:
+def first_done(workers: Sequence[Worker]) -> list[Worker]:
     """Wait until at least one of these workers has an answer, or its process has died."""
-    processes = [worker for worker in workers if isinstance(worker, Worker)]
+    processes = [worker for worker in workers if isinstance(worker, WorkerProcess)]
     if not processes:
         return list(workers)
     ready = wait([worker.connection for worker in processes])
