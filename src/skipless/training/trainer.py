@@ -240,8 +240,8 @@ class Trainer:
     A context manager; `start` builds the network and takes up the newest checkpoint.
 
     pending: loss and norm of the steps since the last log line, on the device. began: when that interval did.
-    paces: seconds per step, by interval. saved: step of the newest checkpoint, 0 for none. diverged: such a step and
-    the one after it that diverged, the last time the run went back.
+    step_seconds: mean of each interval. saved: step of the newest checkpoint, 0 for none. diverged: when the run last
+    went back, the checkpoint's step and the one that diverged.
     """
 
     model: nn.Module
@@ -277,7 +277,7 @@ class Trainer:
         self.state, self.watch = RunState(), GradientWatch()
         self.pending: list[tuple[Tensor, Tensor]] = []
         self.began = 0.0
-        self.paces: list[float] = []
+        self.step_seconds: list[float] = []
         self.saved = 0
         self.diverged: tuple[int, int] | None = None
         self._open = ExitStack()
@@ -334,7 +334,7 @@ class Trainer:
                 logger.warning("%s", warning)
         peak = self.experiment.optimizer.peak_rate
         rate = peak * state.rate_factor * warmup_cosine(state.step, config.steps, config.warmup)
-        self.paces.append(seconds / len(pending))
+        self.step_seconds.append(seconds / len(pending))
         tokens_per_second = len(pending) * config.batch_size * config.length / max(seconds, 1e-9)
         line = Line(state.step, losses[-1], state.ema or 0.0, rate, norms[-1], tokens_per_second)
         self.display.show(line)
@@ -415,7 +415,7 @@ class Trainer:
                 shutil.copyfile(tokenizer, run.path / MODEL_FILE)
         run.finish(steps=state.step, train_loss=state.ema, valid=valid, weights=path and path.name)
         result = EvalResult(valid["loss"], valid["perplexity"], valid["bits_per_byte"], 0, None) if valid else None
-        seconds = median(self.paces or [float("nan")])
+        seconds = median(self.step_seconds or [float("nan")])
         return Result(state.step, state.ema or float("nan"), result, path, seconds)
 
 
