@@ -165,9 +165,10 @@ def matrix_sizes(block: nn.Module) -> dict[str, float]:
     return {group: norm / max(counts[group], 1) ** 0.5 for group, norm in _roots(squares).items()}
 
 
-def _groups_of(block: Iterable[Member]) -> set[str]:
-    """Groups with a gradient to come: a fused matrix stands for three."""
-    return {name for m in block for name in (("query", "key", "value") if m.sizes else (m.group,))}
+def _groups_of(block: Iterable[Member]) -> list[str]:
+    """Groups with a gradient to come, in one order: a fused matrix stands for three."""
+    found = {name for m in block for name in (("query", "key", "value") if m.sizes else (m.group,))}
+    return [group for group in GROUPS if group in found]
 
 
 def _add(squares: dict[str, Tensor], member: Member, values: Tensor) -> None:
