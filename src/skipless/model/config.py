@@ -217,7 +217,8 @@ def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
         return solve(base, depth, skip_weight=_skip_weight(skip))
     except ValueError as error:
         raise ValueError(
-            f"activation={name!r} over {depth} blocks: {error}. Other targets: activation=skipless.{method}({base!r}, …)"
+            f"activation={name!r} over {depth} blocks: {error}. Other targets: activation="
+            f"skipless.{method}({base!r}, …)"
         ) from error
 
 
