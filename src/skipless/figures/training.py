@@ -1,4 +1,4 @@
-"""Figures of training: the tables of the paper as pictures, and the demo's."""
+"""Figures of training: a table of the paper as curves and rates tried, kernels by stage, and the demo."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import NullFormatter
@@ -177,11 +175,7 @@ def kernels_by_stage(stages: Mapping[str, Mapping[int, np.ndarray]], heading: He
     for row, (stage, cosines) in enumerate(stages.items()):
         page.text(0.3, _TOP + row * step + _PANEL / 2, stage, fontsize=9.5, va="center")
         for column, block in enumerate(blocks):
-            axes = page.axes(1.5 + column * step, _TOP + row * step, _PANEL, _PANEL)
-            axes.imshow(cosines[block], vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest")
-            axes.set(xticks=[], yticks=[])
-            for spine in axes.spines.values():
-                spine.set(visible=True, color=FAINT)
+            _show(page.axes(1.5 + column * step, _TOP + row * step, _PANEL, _PANEL), cosines[block])
     lowest = min(float(np.nanmin(cosine)) for stage in stages.values() for cosine in stage.values())
     colour_bar(page, (1.5, below + 0.02, 2 * _PANEL + _BETWEEN), "cosine between two locations", lowest)
     return page.figure
@@ -228,7 +222,8 @@ def demo_picture(arms: Sequence[ArmPicture], counting: float, heading: Heading) 
     _column_heads(page, right, blocks, across)
     for number, arm in enumerate(arms):
         _draw_row(page, right, _DEMO_TOP + number * _ROW, arm, _DEMO_COLOURS[number])
-    _colour_bar(page, right, _DEMO_TOP + len(arms) * _ROW + 0.1)
+    words = "1: locations cannot be told apart. Under each panel, its mean off the diagonal"
+    colour_bar(page, (right, _DEMO_TOP + len(arms) * _ROW + 0.1, 2 * _DEMO_PANEL + _DEMO_GAP), words, 0.0)
     return page.figure
 
 
@@ -334,17 +329,8 @@ def _draw_row(page: Page, left: float, top: float, arm: ArmPicture, colour: str)
 
 
 def _show(axes: Axes, cosines: np.ndarray) -> None:
+    """A panel of cosines between locations."""
     axes.imshow(cosines, vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest", aspect="equal")
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set(visible=True, color=FAINT)
-
-
-def _colour_bar(page: Page, left: float, top: float) -> None:
-    axes = page.axes(left, top, 2 * _DEMO_PANEL + _DEMO_GAP, 0.1)
-    scale = ScalarMappable(Normalize(0.0, 1.0), COSINE_COLOURS)
-    bar = page.figure.colorbar(scale, cax=axes, orientation="horizontal", ticks=[0, 0.5, 1])
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=2, pad=2)
-    words = "1: locations cannot be told apart. Under each panel, its mean off the diagonal"
-    page.text(left + 2 * (_DEMO_PANEL + _DEMO_GAP) + 0.06, top + 0.05, words, fontsize=8.5, color=INK, va="center")
