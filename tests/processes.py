@@ -12,7 +12,7 @@ import tempfile
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # nothing here imports triton, which reads TRITON_INTERPRET as it is imported
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.checkpoint.state_dict", "scipy.signal"])
+_CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint.state_dict", "skipless.training.trainer"])
 
 
 def _run(code: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:

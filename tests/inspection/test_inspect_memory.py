@@ -1,14 +1,12 @@
 """An inspection keeps numbers, not tensors: its peak memory beside that of a plain pass, each in its own process."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import Program
 
 PROGRAM = """
-import os, sys
+import ctypes, os, sys
 import torch
 from torch import nn
 from skipless.inspection.inspect import inspect
@@ -32,7 +30,7 @@ def measure(task, arm):
         model = build_family("gpt2", **sizes, n_positions=256)
     else:
         model = Transformer(ModelConfig(vocab_size=512, width=256, depth=12, heads=4, length=256))
-    ids = torch.randint(0, 512, (8, 256))
+    ids = torch.randint(0, 512, (4, 256))
     work = once if task == "pass" else lambda model, ids: inspect(model, ids, labels=ids)
     work(model, ids[:1, :8])
     model.zero_grad(set_to_none=True)
@@ -40,7 +38,10 @@ def measure(task, arm):
     work(model, ids)
     print(task, arm, resident("VmHWM") - before, flush=True)
 
-torch.set_num_threads(1)
+# What is freed goes back at once: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_ARENA_MAX of glibc, which moves them itself
+# otherwise: the same pass then peaks at 470 MB or at 600.
+for option, value in ((-3, 65536), (-1, 65536), (-8, 1)):
+    assert ctypes.CDLL(None).mallopt(option, value) == 1
 for task in ("pass", "inspect"):
     child = os.fork()
     if child == 0:
@@ -49,18 +50,13 @@ for task in ("pass", "inspect"):
     assert os.waitpid(child, 0)[1] == 0
 """
 
-# What is freed goes back at once. With glibc's own thresholds, which move, the same pass peaks at 470 MB or at 600.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read in /proc")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read in /proc, of glibc")
 
 
 def megabytes(arm: str) -> tuple[float, float]:
     """Of a plain pass and of an inspection, each in a process of its own that is forked from one."""
-    command, environment = [sys.executable, "-c", PROGRAM, arm], os.environ | EXACT
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    plain, watched = (float(line.split()[2]) for line in done.stdout.splitlines()[-2:])
+    lines = Program(PROGRAM, arm).finished().splitlines()
+    plain, watched = (float(line.split()[2]) for line in lines[-2:])
     return plain, watched
 
 
@@ -68,5 +64,5 @@ def megabytes(arm: str) -> tuple[float, float]:
 @pytest.mark.parametrize("arm", ["e-spa", "gpt2"])
 def test_peak_memory_is_at_most_a_fifth_more(arm):
     plain, watched = megabytes(arm)
-    assert plain > 300  # there is something to compare with
+    assert plain > 150  # there is something to compare with
     assert watched <= 1.2 * plain, f"{watched:.0f} MB beside {plain:.0f} MB"
