@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell ignores it for what it starts in the background; tests of Ctrl-C and the processes they start need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("sample", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("sample", max_examples=50, deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("full", deadline=None, print_blob=True)
 
 

@@ -124,6 +124,7 @@ TRAINS = {
 }
 
 
+@pytest.mark.catalogue(7)
 @pytest.mark.parametrize("name", TRAINS)
 def test_thirty_steps_on_one_batch_drive_the_loss_down(name):
     first, last = _thirty_steps(name, TRAINS[name])
