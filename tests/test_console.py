@@ -35,8 +35,10 @@ def test_progress_counts_a_share_of_bytes_or_nothing_at_all(capsys, clock):
     progress = Progress()
     progress.start("tokenising", 4000, 1000, percent=True)
     progress.advance(2000)
+    progress.show("0M tokens")
+    clock[0] += 11
     progress.show("1M tokens")
-    progress.start("tokenising", None)
+    progress.start("tokenising", None, percent=True)
     clock[0] += 11
     progress.show("2M tokens")
     assert capsys.readouterr().err.splitlines() == ["tokenising 75 %  1M tokens", "tokenising 2M tokens"]

@@ -64,7 +64,9 @@ answer = times
     assert ours - torch < max(0.5, 0.25 * (torch - start))
 
 
-@pytest.mark.parametrize("module", ["theory.certificate", "model.presets", "training.config", "data.prepare"])
+@pytest.mark.parametrize(
+    "module", ["model.kernel_maps", "model.presets", "training.load", "data.prepare", "paper.experiments"]
+)
 def test_configurations_need_neither_torch_nor_scipy_s_parts(module: str) -> None:
     """Names, sizes and corpora are read at once; scipy itself loads its parts when they are used."""
     code = f"import skipless.{module}\nanswer = [name for name in sys.modules if name.startswith('scipy.')]"

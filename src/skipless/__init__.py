@@ -16,8 +16,9 @@ if TYPE_CHECKING:  # what type checkers and editors read; the table below is wha
     from skipless.model.config import ModelConfig
     from skipless.model.fold import fold
     from skipless.model.generate import generate
+    from skipless.model.kernel_maps import certificate
     from skipless.model.presets import preset
-    from skipless.model.transformer import Transformer, certificate
+    from skipless.model.transformer import Transformer
     from skipless.nn.attention import ShapedAttention
     from skipless.ops.attention import shaped_attention
     from skipless.ops.layout import Layout
@@ -53,8 +54,9 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "model.config": ["ModelConfig"],
         "model.fold": ["fold"],
         "model.generate": ["generate"],
+        "model.kernel_maps": ["certificate"],
         "model.presets": ["preset"],
-        "model.transformer": ["Transformer", "certificate"],
+        "model.transformer": ["Transformer"],
         "hf": [],
         "hf.convert": ["convert"],
         "data": [],

@@ -179,10 +179,14 @@ class Progress:
         self.stop()
 
     def start(self, name: str, total: int | None = None, done: int = 0, *, percent: bool = False) -> None:
-        """Begin to count, up to `total` where it is known. percent: as a share, for what is measured in bytes."""
+        """Begin to count, up to `total` where it is known.
+
+        percent: as a share, for what is measured in bytes and may be over at once: then there is no line of it.
+        """
         self.stop()
         self._name, self._percent = name, percent
         self._total, self._done, self._first = total, done, None
+        self._spoken = time.monotonic() if percent else -math.inf
         if self._quiet or not sys.stderr.isatty():
             return
         from rich.console import Console
@@ -210,7 +214,8 @@ class Progress:
             return
         if self._quiet or self._every is None:
             return
-        if now - self._spoken > self._every or self._said != self._done == self._total:
+        ended = not self._percent and self._said != self._done == self._total
+        if now - self._spoken > self._every or ended:
             self._said, self._spoken = self._done, now
             say(f"{self._name} {self._line(text, now)}".lstrip())
 

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from skipless.cli import main
 from skipless.console import check_target, print_table, write_output
-from skipless.inspection import prediction
-from skipless.inspection.prediction import InputSignal
+from skipless.inspection import studies
+from skipless.inspection.studies import InputSignal
+from skipless.model.kernel_maps import certificate
 from skipless.model.presets import preset
-from skipless.model.transformer import certificate
 from skipless.theory.schemes import ExponentialSPA
 
 SMALL = ("--depth", "6", "--length", "20")
@@ -59,7 +59,7 @@ def test_fig5(kernels) -> None:
     assert written() == {"skipless-kernels/fig5.png", "five.json"}
     assert out.splitlines()[-1].startswith("At r = 0.05, 20 locations hold")
     inputs = json.loads(Path("five.json").read_text())["inputs"]
-    assert [each["repeat_rate"] for each in inputs] == list(prediction.TOKEN_RATES)
+    assert [each["repeat_rate"] for each in inputs] == list(studies.TOKEN_RATES)
     np.testing.assert_array_equal(inputs[2]["kernel"], InputSignal(0.02, 20).kernel())
 
 
@@ -313,7 +313,8 @@ def test_a_pipe_gets_the_data_and_stays(tmp_path: Path) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys\nfrom skipless.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n" + (
-        "print(sorted({'torch', 'numpy', 'scipy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+        "heavy = {'torch', 'scipy.special', 'scipy.linalg', 'scipy.optimize', 'transformers', 'matplotlib'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code, "kernels", "--help"], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
@@ -321,6 +322,16 @@ def test_help_imports_nothing_heavy() -> None:
         assert option in done.stdout
 
 
+def test_it_needs_no_torch() -> None:
+    code = "import sys\nfrom skipless.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n" + (
+        "print('torch' in sys.modules)"
+    )
+    words = ["kernels", "wikitext103/e-spa", "--depth", "9", "--length", "12", "--no-figure"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert "The signal survives all 9 blocks" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
 def test_defaults_of_the_paper() -> None:
-    assert InputSignal(0.02, 100, "sample", 0) == prediction.SIGNAL
-    assert ExponentialSPA().gamma_final == prediction.GAMMA_FINAL
+    assert InputSignal(0.02, 100, "sample", 0) == studies.SIGNAL
+    assert ExponentialSPA().gamma_final == studies.GAMMA_FINAL

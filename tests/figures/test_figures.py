@@ -7,8 +7,8 @@ import pytest
 from skipless.figures import kernels
 from skipless.figures.kernels import GridRow, Heading
 from skipless.figures.style import STYLE, render, verdict_mark
-from skipless.inspection import prediction
-from skipless.inspection.prediction import InputSignal, study
+from skipless.inspection import studies
+from skipless.inspection.studies import InputSignal, study
 from skipless.theory.certificate import Verdict
 
 HEADING = Heading("Title", "γ_L in a subtitle")
@@ -18,7 +18,7 @@ BLOCKS = (0, 1, 6)
 @pytest.fixture(scope="module")
 def studied():
     signal = InputSignal(0.02, 20)
-    return [study(network, signal) for network in prediction.networks(6, signal)]
+    return [study(network, signal) for network in studies.networks(6, signal)]
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,10 @@ def test_kernels_without_cosines_are_drawn_hatched(rows) -> None:
 
 
 def test_input_kernels() -> None:
-    signals = prediction.token_signals(length=15)
+    signals = studies.token_signals(length=15)
     figure = kernels.input_kernels([s.kernel() for s in signals], [(str(s.repeat_rate), "") for s in signals], HEADING)
     panels = [axes for axes in figure.axes if axes.images]
-    assert len(panels) == len(prediction.TOKEN_RATES)
+    assert len(panels) == len(studies.TOKEN_RATES)
     np.testing.assert_array_equal(panels[0].images[0].get_array(), np.eye(15))
 
 

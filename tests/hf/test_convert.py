@@ -25,7 +25,8 @@ from transformers import (
 import skipless
 from skipless.hf.convert import Conversion, convert
 from skipless.hf.modeling import SkiplessConfig
-from skipless.model.transformer import Transformer, certificate
+from skipless.model.kernel_maps import certificate
+from skipless.model.transformer import Transformer
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
 
 SIZES = {"vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from skipless.inspection.prediction import predict
-from skipless.model import transformer
+from skipless.model import kernel_maps
 from skipless.model.config import ModelConfig
 from skipless.theory import kernels, propagation
 from skipless.theory.propagation import Skip
@@ -44,7 +44,7 @@ def test_it_equals_the_propagation_of_theory(name):
     config = ModelConfig(**{"vocab_size": 64, "width": 32, "depth": 12, "heads": 4, "length": 24, **NETWORKS[name]})
     x = np.random.default_rng(0).normal(size=(24, 32))
     start = kernels.of_activations(x)
-    layers = transformer.kernel_blocks(config)
+    layers = kernel_maps.kernel_blocks(config)
     states = propagation.forward(layers, start)
     gains = propagation.backward(layers, states)
     found = predict(layers, torch.from_numpy(start))
@@ -57,7 +57,7 @@ def test_it_equals_the_propagation_of_theory(name):
 
 def test_it_stops_where_norms_overflow():
     config = ModelConfig(vocab_size=64, width=32, depth=12, heads=4, hidden=0, attention_skip=Skip(0.0, 1.0))
-    layers = [propagation.Residual(layer, Skip(0.0, 1e100)) for layer in transformer.kernel_blocks(config)]
+    layers = [propagation.Residual(layer, Skip(0.0, 1e100)) for layer in kernel_maps.kernel_blocks(config)]
     found = predict(layers, torch.eye(8, dtype=torch.float64))
     assert len(found) == 2
     assert math.isnan(found[0]["gradient"])

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from skipless.model.config import ModelConfig
+from skipless.model.kernel_maps import certificate
 from skipless.model.presets import names, preset
-from skipless.model.transformer import Transformer, certificate
+from skipless.model.transformer import Transformer
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.local_maps import c_slope
 from skipless.theory.propagation import Skip

@@ -3,7 +3,8 @@ import torch
 
 from skipless.model.config import ModelConfig
 from skipless.model.generate import Sampling, generate, stream
-from skipless.model.transformer import Transformer, certificate
+from skipless.model.kernel_maps import certificate
+from skipless.model.transformer import Transformer
 from skipless.theory.schemes import ExponentialSPA
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from skipless.model import transformer
+from skipless.model import kernel_maps
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels, propagation
@@ -57,7 +57,7 @@ def test_one_network_has_the_kernels_of_theory_at_every_block(scheme, values, ac
     """Given its own Σ_0, at width 32 and over 36 blocks with MLPs; others have them on average, and only wide ones."""
     config = config_of(scheme, value_output=values, activation=activation)
     measured = kernels_by_block(build(config), tokens_of(config))
-    predicted = propagation.forward(transformer.kernel_blocks(config), measured[0])
+    predicted = propagation.forward(kernel_maps.kernel_blocks(config), measured[0])
     assert len(measured) == 37
     for found, expected in zip(measured, predicted, strict=True):
         assert np.abs(found - expected).max() < 1e-10
@@ -67,7 +67,7 @@ def test_one_network_has_the_kernels_of_theory_at_every_block(scheme, values, ac
 def test_so_it_is_at_any_depth(depth):
     config = config_of(depth=depth)
     measured = kernels_by_block(build(config), tokens_of(config))
-    predicted = propagation.forward(transformer.kernel_blocks(config), measured[0])
+    predicted = propagation.forward(kernel_maps.kernel_blocks(config), measured[0])
     assert np.abs(measured[-1] - predicted[-1]).max() < 1e-10
 
 
@@ -105,7 +105,7 @@ def test_identity_values_leave_the_other_gradients_alike():
 
 
 def test_the_certificate_of_a_mirrored_network_is_that_of_attention_alone():
-    with_mlps, alone = (transformer.certificate(config_of(hidden=hidden)) for hidden in (None, 0))
+    with_mlps, alone = (kernel_maps.certificate(config_of(hidden=hidden)) for hidden in (None, 0))
     assert with_mlps == alone
     assert with_mlps.verdict.kind == "preserved"
 
@@ -115,12 +115,12 @@ def test_the_certificate_of_a_mirrored_network_is_that_of_attention_alone():
 def test_calibrations_have_nothing_to_mend_in_a_mirrored_mlp(kind, calibration):
     """Without repeated tokens all are the paper's; with them "exact" is that of a network without MLPs."""
     ours, paper = (
-        transformer.attention_shapes(config_of(kind(calibration=name), depth=6)) for name in (calibration, "paper")
+        kernel_maps.attention_shapes(config_of(kind(calibration=name), depth=6)) for name in (calibration, "paper")
     )
     for shape, other in zip(ours, paper, strict=True):
         np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
     exact = kind(repeat_rate=0.02, calibration="exact")
-    ours, alone = (transformer.attention_shapes(config_of(exact, depth=6, hidden=hidden)) for hidden in (None, 0))
+    ours, alone = (kernel_maps.attention_shapes(config_of(exact, depth=6, hidden=hidden)) for hidden in (None, 0))
     for shape, other in zip(ours, alone, strict=True):
         np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
 
@@ -133,7 +133,7 @@ def test_kernels_pass_a_mirrored_mlp_both_ways():
 
 def test_norms_and_skips_around_a_mirrored_mlp_are_theirs():
     skip = Skip.normalised(0.6)
-    layer = transformer.mlp_layer(config_of(scheme="v-skipinit", mlp_skip=skip, norm="pre"))
+    layer = kernel_maps.mlp_layer(config_of(scheme="v-skipinit", mlp_skip=skip, norm="pre"))
     kernel = 4.0 * kernels.uniform(0.3, 5)
     np.testing.assert_allclose(layer.forward(kernel), 0.36 * kernel + 0.64 * kernel / 4.0)
 

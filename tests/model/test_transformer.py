@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from skipless.model import transformer
+from skipless.model import kernel_maps
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
@@ -43,7 +43,7 @@ def test_attention_only_networks_follow_theory_to_1e6_at_depth_36(scheme):
     model = build(config)
     tokens = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(1))
     measured = kernels_by_block(model, tokens)
-    predicted = propagation.forward(transformer.kernel_blocks(config), measured[0])
+    predicted = propagation.forward(kernel_maps.kernel_blocks(config), measured[0])
     for ours, theory in zip(measured, predicted, strict=True):
         np.testing.assert_allclose(ours, theory, atol=1e-6)
 
@@ -56,7 +56,7 @@ def test_full_vanilla_networks_follow_theory_within_monte_carlo_error(activation
     scheme = ExponentialSPA(0.05)
     config = ModelConfig(vocab_size=64, width=width, depth=depth, heads=4, scheme=scheme, activation=activation)
     tokens = torch.arange(24)[None]
-    predicted = propagation.forward(transformer.kernel_blocks(config), np.eye(24))
+    predicted = propagation.forward(kernel_maps.kernel_blocks(config), np.eye(24))
     runs = np.array([kernels_by_block(build(config, seed, torch.float32), tokens) for seed in range(12)])
     for block in (1, depth // 2, depth):
         for measure in (lambda k: np.diagonal(k).mean(), kernels.mean_cosine):
@@ -256,7 +256,7 @@ def test_exact_calibration_meets_what_a_norm_hands_attention(scheme):
     """MLPs with the usual skip let the stream grow; behind the norm every branch still has a unit diagonal."""
     config = ModelConfig(depth=6, length=24, scheme=scheme, norm="pre", mlp_skip=Skip(1.0, 1.0), activation="gelu")
     kernel = kernels.uniform(0.02, 24)
-    for shape, block in zip(transformer.attention_shapes(config), transformer.kernel_blocks(config), strict=True):
+    for shape, block in zip(kernel_maps.attention_shapes(config), kernel_maps.kernel_blocks(config), strict=True):
         branch = shape.dense(24) @ kernels.cosine(kernel) @ shape.dense(24).T
         np.testing.assert_allclose(np.diagonal(branch), 1.0, rtol=1e-12)
         kernel = block.forward(kernel)
@@ -274,7 +274,7 @@ def test_the_certificate_starts_where_the_embedding_does(name):
         for block in model.each_block():
             x = block(x, placement, None)
             cosines.append(kernels.mean_cosine((x[0] @ x[0].T).double().numpy() / 256))
-    reports = transformer.certificate(config, transformer.input_norm(config) * np.eye(48)).reports
+    reports = kernel_maps.certificate(config, kernel_maps.input_norm(config) * np.eye(48)).reports
     assert cosines[0] == pytest.approx(reports[1].mean_cosine, abs=0.05)
     assert cosines[-1] == pytest.approx(reports[-1].mean_cosine, abs=0.05)
 

@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from skipless.cli.reproduce import check_arms, scale_named, tables_named
-from skipless.model.transformer import attention_shapes
+from skipless.model.kernel_maps import attention_shapes
 from skipless.paper.experiments import (
     SCALES,
     PaperTable,

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skipless.console import check_target, print_table, say, write_output
+from skipless.data.store import MANIFEST, TokenStore
+from skipless.data.text import DATASETS, open_corpus
+from skipless.training.load import LoadedModel, load_model
+
 if TYPE_CHECKING:
     from skipless.training.evaluate import EvalResult
-    from skipless.training.load import LoadedModel
     from skipless.training.tasks import Question, TaskResult
 
 
@@ -32,7 +36,7 @@ class Precision(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class EvalOptions:
     """How to evaluate, whatever is evaluated. packed: attention within documents, as the run was trained."""
 
     length: int
@@ -93,53 +97,41 @@ def command(
 
     With neither --corpus nor --tasks: on the validation text of the data the run was trained on.
     """
-    _check(length, tasks, tasks_folder, json_file)
-    subject, place = _load(model, tokenizer, device)
-    typer.echo(f"weights: {subject.origin}", err=True)
-    seen = subject.length if length is None else length
-    options = Options(seen, subject.packed, stride, separate, max_tokens, limit, place, precision, download)
-    texts = {} if tasks and corpus is None else _texts(subject, corpus, options)
-    scores = _tasks(subject, tasks, tasks_folder, backend, options) if tasks else {}
-    if str(json_file) != "-":
-        _print(texts, scores)
-    if json_file is not None:
-        _write(json_file, _record(subject.origin, options, texts, scores, backend))
-
-
-def _check(length: int | None, tasks: str | None, tasks_folder: Path | None, json_file: Path | None) -> None:
-    from skipless.console import check_target
-
     if length is not None and length < 1:
         raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
     if tasks_folder is not None and not tasks:
         raise ValueError(f"--tasks-folder is {tasks_folder}, and no task is asked for; add --tasks all, or name some")
+    if corpus is not None and corpus not in DATASETS and not (Path(corpus) / MANIFEST).is_file():
+        open_corpus(corpus)  # a wrong path is refused before anything is loaded
     if json_file is not None and str(json_file) != "-":
         check_target(json_file)
+    loaded = load_model(model, tokenizer, device)
+    say(f"weights: {loaded.origin}")
+    seen, place = loaded.length if length is None else length, str(loaded.model.embedding.weight.device)
+    options = EvalOptions(seen, loaded.packed, stride, separate, max_tokens, limit, place, precision, download)
+    texts = {} if tasks and corpus is None else _texts(loaded, corpus, options)
+    scores = _tasks(loaded, tasks, tasks_folder, backend, options) if tasks else {}
+    if str(json_file) != "-":
+        _print(texts, scores)
+    if json_file is not None:
+        _write(json_file, _record(loaded.origin, options, texts, scores, backend))
 
 
-def _load(path: Path, tokenizer: str | None, device: str | None) -> "tuple[LoadedModel, str]":
-    from skipless.training.load import load_model
-
-    subject = load_model(path, tokenizer, device)
-    return subject, str(subject.model.embedding.weight.device)
-
-
-def _texts(subject: "LoadedModel", corpus: str | None, options: Options) -> "dict[str, EvalResult]":
+def _texts(loaded: LoadedModel, corpus: str | None, options: EvalOptions) -> "dict[str, EvalResult]":
     """The result on one text, by its name."""
-    from skipless.data.store import MANIFEST
     from skipless.training.evaluate import Windowing, evaluate_text, held_out_texts
 
     if corpus is None:
-        if subject.validation is None:
+        if loaded.validation is None:
             raise ValueError("nothing to evaluate on: this model comes without prepared data; give --corpus or --tasks")
-        corpus = str(subject.validation)
+        corpus = str(loaded.validation)
     if (Path(corpus) / MANIFEST).is_file():
-        return {corpus: _prepared(subject, Path(corpus), options)}
+        return {corpus: _prepared(loaded, Path(corpus), options)}
     if options.packed and not options.separate:
-        typer.echo("attention stays within documents, as the run was trained (data.packed)", err=True)
+        say("attention stays within documents, as the run was trained (data.packed)")
     result = evaluate_text(
-        subject.model,
-        subject.tokenizer,
+        loaded.model,
+        loaded.tokenizer,
         held_out_texts(corpus, options.download),
         Windowing(options.length, options.stride, options.separate, packed=options.packed),
         max_tokens=options.max_tokens,
@@ -148,9 +140,8 @@ def _texts(subject: "LoadedModel", corpus: str | None, options: Options) -> "dic
     return {corpus: result}
 
 
-def _prepared(subject: "LoadedModel", folder: Path, options: Options) -> "EvalResult":
+def _prepared(loaded: LoadedModel, folder: Path, options: EvalOptions) -> "EvalResult":
     from skipless.data.loader import TokenLoader
-    from skipless.data.store import TokenStore
     from skipless.training.evaluate import BATCH_TOKENS, evaluate_loss
 
     if options.stride is not None or options.separate:
@@ -158,14 +149,14 @@ def _prepared(subject: "LoadedModel", folder: Path, options: Options) -> "EvalRe
             f"--stride and --separate cut text, and {folder} holds tokens; name the text itself with --corpus"
         )
     store = TokenStore(folder, "valid")
-    store.check_tokenizer(subject.tokenizer)
+    store.check_tokenizer(loaded.tokenizer)
     size = max(1, BATCH_TOKENS // options.length)
     loader = TokenLoader(store, options.length, size, documents=options.packed)
-    return evaluate_loss(subject.model, loader, max_tokens=options.max_tokens, precision=options.precision)
+    return evaluate_loss(loaded.model, loader, max_tokens=options.max_tokens, precision=options.precision)
 
 
 def _tasks(
-    subject: "LoadedModel", names: str, folder: Path | None, backend: Backend, options: Options
+    loaded: LoadedModel, names: str, folder: Path | None, backend: Backend, options: EvalOptions
 ) -> "dict[str, TaskResult]":
     from skipless.training.tasks import score_tasks, task_names
 
@@ -176,13 +167,13 @@ def _tasks(
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
-        return run_lm_eval(subject.model, subject.tokenizer, chosen, folder, limit=options.limit, length=options.length)
+        return run_lm_eval(loaded.model, loaded.tokenizer, chosen, folder, limit=options.limit, length=options.length)
     return score_tasks(
-        subject.model, subject.tokenizer, asked, length=options.length, precision=options.precision, done=_say
+        loaded.model, loaded.tokenizer, asked, length=options.length, precision=options.precision, done=_say_done
     )
 
 
-def _asked(name: str, folder: Path | None, options: Options) -> "list[Question]":
+def _asked(name: str, folder: Path | None, options: EvalOptions) -> "list[Question]":
     from skipless.training.tasks import hub_records, local_records, questions, task_file
 
     if folder is None:
@@ -190,14 +181,12 @@ def _asked(name: str, folder: Path | None, options: Options) -> "list[Question]"
     return questions(name, local_records(name, folder), options.limit, task_file(name, folder))
 
 
-def _say(result: "TaskResult") -> None:
-    typer.echo(f"{result.task}: {result.questions} questions answered", err=True)
+def _say_done(result: "TaskResult") -> None:
+    say(f"{result.task}: {result.questions} questions answered")
 
 
 def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> None:
     from rich.console import Console
-
-    from skipless.console import print_table
 
     console = Console()
     if texts:
@@ -240,7 +229,7 @@ def _percent(value: float | None) -> str:
 
 def _record(
     origin: str,
-    options: Options,
+    options: EvalOptions,
     texts: "dict[str, EvalResult]",
     scores: "dict[str, TaskResult]",
     backend: Backend,
@@ -259,8 +248,6 @@ def _record(
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    from skipless.console import write_output
-
     text = json.dumps(record, indent=2, allow_nan=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)

@@ -8,6 +8,11 @@ from typing import Annotated
 
 import typer
 
+from skipless.data.tokenizer import MODEL_FILE
+from skipless.files import writing
+from skipless.training.load import load_model
+from skipless.training.run import EXPERIMENT, EXPORT
+
 
 def command(
     run: Annotated[Path, typer.Argument(help="A run's folder; its newest weights are taken.")],
@@ -17,25 +22,21 @@ def command(
     ] = None,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
-    from skipless.data.tokenizer import MODEL_FILE
-    from skipless.hf.modeling import as_pretrained
-    from skipless.training.load import load_model
-
-    folder = out or run / "export"
+    folder = out or run / EXPORT
     _check(folder)
-    subject = load_model(run, tokenizer)
+    loaded = load_model(run, tokenizer)
+    from skipless.hf.modeling import as_pretrained  # with transformers, which a wrong path need not wait for
+
     with _aside(folder) as place:
-        for part in as_pretrained(subject.model, subject.tokenizer):
+        for part in as_pretrained(loaded.model, loaded.tokenizer):
             part.save_pretrained(place)
-        if subject.tokenizer.model is not None:
-            (place / MODEL_FILE).write_bytes(subject.tokenizer.model)
+        if loaded.tokenizer.model is not None:
+            (place / MODEL_FILE).write_bytes(loaded.tokenizer.model)
     print(f"{folder}: load it with AutoModelForCausalLM.from_pretrained after `import skipless.hf`")
 
 
 def _check(folder: Path) -> None:
     """Refuse, before any work is done, a place that an export cannot or must not go to."""
-    from skipless.training.run import EXPERIMENT, EXPORT
-
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; an export is a folder: give --out another name")
     if (folder / EXPERIMENT).is_file():
@@ -46,8 +47,6 @@ def _check(folder: Path) -> None:
 def _aside(folder: Path) -> Generator[Path]:
     """A place to write into; once all is written, its files go to `folder`, where other files stay."""
     from safetensors import SafetensorError
-
-    from skipless.files import writing
 
     place, again = folder / ".unfinished", "export again"
     with writing(folder, again, room="make room there"):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skipless.training.load import check_model, load_model
+
 if TYPE_CHECKING:
     from skipless.data.tokenizer import Tokenizer
 
@@ -31,9 +33,7 @@ def command(
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
 ) -> None:
     """Continue a prompt, writing the text as it comes. Ctrl-C ends it."""
-    from skipless.training.load import check_model, load_model
-
-    check_model(folder)
+    check_model(folder)  # before torch is imported
     import torch
 
     from skipless.model.generate import Sampling, stream

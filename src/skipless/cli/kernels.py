@@ -24,7 +24,7 @@ from skipless.console import (
     write_output,
 )
 from skipless.inspection.inspection import finite
-from skipless.inspection.prediction import InputSignal, Study, study
+from skipless.inspection.studies import InputSignal, Study, study
 from skipless.theory import kernels
 from skipless.theory.certificate import BlockReport
 

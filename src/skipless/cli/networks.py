@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from skipless.console import near_names
-from skipless.inspection import prediction
-from skipless.inspection.prediction import InputSignal, Network
+from skipless.inspection import studies
+from skipless.inspection.studies import InputSignal, Network
 from skipless.model import presets
 from skipless.model.config import ModelConfig
-from skipless.model.transformer import input_norm
+from skipless.model.kernel_maps import input_norm
 from skipless.theory.feasibility import check_depth, check_length, check_repeat_rate
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
@@ -85,7 +85,7 @@ def select(name: str, options: KernelsArguments) -> Selection:
     if name in FIGURES:
         return _figure(name, options)
     if name in SCHEMES:
-        scheme, rate = SCHEMES[name], prediction.SIGNAL.repeat_rate
+        scheme, rate = SCHEMES[name], studies.SIGNAL.repeat_rate
     elif "/" in name:
         scheme = presets.preset(name).scheme
         rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
@@ -109,16 +109,16 @@ def _figure(name: str, options: KernelsArguments) -> Selection:
             takes = ", ".join(_spelled(each) for each in FIGURES[name])
             raise ValueError(f"{_spelled(field.name)} does not apply to {name}, which takes {takes}")
     if name == "fig5":
-        length = prediction.SIGNAL.length if options.length is None else options.length
+        length = studies.SIGNAL.length if options.length is None else options.length
         if length < 2:
             raise ValueError(f"--length is {length}; {name} counts equal pairs of locations, so give at least 2")
-        return Selection(name, tuple(prediction.token_signals(length, options.seed or 0)))
+        return Selection(name, tuple(studies.token_signals(length, options.seed or 0)))
     if name == "fig6":
-        signal = _signal(options, prediction.CORRECTION_SIGNAL)
-        build = prediction.correction_networks
+        signal = _signal(options, studies.CORRECTION_SIGNAL)
+        build = studies.correction_networks
     else:
-        signal = _signal(options, prediction.SIGNAL)
-        build = prediction.networks
+        signal = _signal(options, studies.SIGNAL)
+        build = studies.networks
     networks = build(signal=signal, **options.given("depth", "gamma_final", "rho_final"))
     networks = networks[:3] if name == "fig1" else networks
     return Selection(name, (signal,), tuple(networks), _blocks(options.blocks, networks[0].config.depth))
@@ -156,7 +156,7 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, options: Kern
         changes = {"mlp_init": "mirrored", "activation": None} | changes
     if name not in SCHEMES:
         return presets.preset(name, **changes)
-    bare: dict[str, Any] = {"depth": prediction.DEPTH, "position": "none", "activation": "identity"}
+    bare: dict[str, Any] = {"depth": studies.DEPTH, "position": "none", "activation": "identity"}
     return ModelConfig(**(bare | changes))
 
 
@@ -203,7 +203,7 @@ def _skip(text: str, option: str) -> Skip:
 
 def _blocks(text: str | None, depth: int) -> tuple[int, ...]:
     if text is None:
-        return tuple(prediction.default_blocks(depth))
+        return tuple(studies.default_blocks(depth))
     try:
         blocks = sorted({int(part) for part in text.split(",")})
     except ValueError:

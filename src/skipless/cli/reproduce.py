@@ -311,7 +311,7 @@ def _kernel_picture() -> "Figure":
     """Fig. 7, whose first three rows are Fig. 1."""
     from skipless.cli.kernels import draw
     from skipless.cli.networks import KernelsArguments, select
-    from skipless.inspection.prediction import study
+    from skipless.inspection.studies import study
 
     selection = select("fig7", KernelsArguments())
     return draw(selection, [study(network, selection.signals[0]) for network in selection.networks])

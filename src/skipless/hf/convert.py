@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from skipless.hf.modeling import SkiplessConfig, SkiplessForCausalLM
-from skipless.model import transformer
+from skipless.model import kernel_maps
 from skipless.model.config import SCHEMES, ModelConfig, named_activation
 from skipless.model.presets import REPEAT_RATE
 from skipless.model.transformer import Transformer
@@ -146,7 +146,7 @@ def convert(
         rope_base=decoder.rope_base or 10_000.0,
         mlp_bias=decoder.mlp_bias,
     )
-    transformer.attention_shapes(config)  # an infeasible scheme is refused here, not when the model is first used
+    kernel_maps.attention_shapes(config)  # an infeasible scheme is refused here, not when the model is first used
     return Conversion(decoder, config, _changes(decoder, config, activation is not None), decoder.special_tokens)
 
 
@@ -227,7 +227,7 @@ def _norms(decoder: Decoder, config: ModelConfig) -> Change:
 def _start_of_norms(config: ModelConfig) -> str:
     """What theory says of squared norms before training, over all blocks and the first locations."""
     length = min(max(config.length, 2), _LOCATIONS)
-    found = transformer.certificate(config.replace(length=length), length=length)
+    found = kernel_maps.certificate(config.replace(length=length), length=length)
     low, high = min(each.diagonal_min for each in found.reports), max(each.diagonal_max for each in found.reports)
     start = "Squared norms start " + ("at 1" if low > 0.995 and high < 1.005 else f"between {low:.2g} and {high:.3g}")
     if found.verdict.kind == "preserved":

@@ -8,6 +8,6 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "callback": ["SignalCallback", "lightning_callback", "trainer_callback"],
         "inspect": ["assert_signal_preserved", "rounding"],
         "inspection": ["BlockSignal", "Inspection"],
-        "prediction": ["study"],
+        "studies": ["study"],
     },
 )

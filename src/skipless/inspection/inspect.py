@@ -35,7 +35,7 @@ from skipless.inspection.inputs import (
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.prediction import predict
 from skipless.inspection.statistics import ActivationStats, InspectOptions
-from skipless.model import transformer
+from skipless.model import kernel_maps
 from skipless.model.transformer import Transformer
 from skipless.ops.precision import HALF, autocast
 from skipless.theory.certificate import Thresholds
@@ -210,7 +210,7 @@ def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder
     start = start if start.dtype == torch.float64 else start.cpu().double()
     if not bool(torch.isfinite(start).all() & (torch.diagonal(start) > 0).all()):
         return signals
-    predicted = predict(transformer.kernel_blocks(native.config), start)
+    predicted = predict(kernel_maps.kernel_blocks(native.config), start)
     return tuple(
         replace(each, predicted=predicted[each.block] if each.block < len(predicted) else None) for each in signals
     )

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "fold": ["FoldReport", "FoldedTransformer"],
         "generate": ["KVCache", "Sampling", "decode"],
         "presets": ["preset"],
-        "transformer": ["Transformer", "attention_shapes", "certificate"],
+        "kernel_maps": ["attention_shapes", "certificate"],
+        "transformer": ["Transformer"],
     },
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from skipless.data.store import TokenStore
 from skipless.model.generate import Sampling, generate
-from skipless.model.transformer import certificate, input_norm
+from skipless.model.kernel_maps import certificate, input_norm
 from skipless.paper.experiments import Arm, PaperTable, Scale, Setting
 from skipless.paper.measures import read_probe
 from skipless.paper.records import Record

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from skipless.inspection import prediction
-from skipless.inspection.prediction import InputSignal, Study, study
+from skipless.inspection import studies
+from skipless.inspection.studies import InputSignal, Study, study
 from skipless.paper.experiments import PaperTable
 from skipless.paper.tables import markdown_table
 from skipless.theory.kernels import mean_cosine
@@ -37,7 +37,7 @@ _DRIFT = 4.78
 
 def kernel_checks() -> list[Check]:
     """All statements, computed anew: seconds."""
-    rows = [study(network, prediction.SIGNAL) for network in prediction.networks()]
+    rows = [study(network, studies.SIGNAL) for network in studies.networks()]
     return [*(_survival(row) for row in rows), _uniform(rows[1]), _slower(rows), *_inputs(), *_corrections()]
 
 
@@ -46,21 +46,21 @@ def _survival(row: Study) -> Check:
     kept = _SURVIVES[label]
     words = f"{verdict.words}, mean cosine {row.certificate.reports[-1].mean_cosine:.4f}"
     where = "Fig. 1 and 7" if label in _IN_FIG_1 else "Fig. 7"
-    claim = f"{label}: the signal {'survives' if kept else 'is lost within'} {prediction.DEPTH} blocks"
+    claim = f"{label}: the signal {'survives' if kept else 'is lost within'} {studies.DEPTH} blocks"
     return Check(where, claim, words, verdict.lost is not kept)
 
 
 def _uniform(row: Study) -> Check:
     found = row.certificate.reports[-1].mean_cosine
-    claim = f"U-SPA: cosines end at ρ_L = {prediction.RHO_FINAL}"
-    return Check("Fig. 1 and 7", claim, f"{found:.4f}", abs(found - prediction.RHO_FINAL) < 0.02)
+    claim = f"U-SPA: cosines end at ρ_L = {studies.RHO_FINAL}"
+    return Check("Fig. 1 and 7", claim, f"{found:.4f}", abs(found - studies.RHO_FINAL) < 0.02)
 
 
 def _slower(rows: list[Study]) -> Check:
     by_label = {row.network.label: row.certificate.reports[-1].mean_cosine for row in rows}
     usual, weighted = by_label["Pre-LN"], by_label["Pre-LN, α = 0.98"]
     claim = "Pre-LN's cosines rise faster with depth than those with α = 0.98"
-    half = prediction.DEPTH // 2
+    half = studies.DEPTH // 2
     early = {row.network.label: row.certificate.reports[half].mean_cosine for row in rows}
     holds = early["Pre-LN"] > early["Pre-LN, α = 0.98"]
     words = (
@@ -71,7 +71,7 @@ def _slower(rows: list[Study]) -> Check:
 
 def _inputs() -> list[Check]:
     checks = []
-    for signal in prediction.token_signals():
+    for signal in studies.token_signals():
         found = mean_cosine(signal.kernel())
         claim = f"inputs with r = {signal.repeat_rate:g}: that share of pairs is equal"
         checks.append(Check("Fig. 5", claim, f"{found:.4f}", abs(found - signal.repeat_rate) < 0.01))
@@ -79,7 +79,7 @@ def _inputs() -> list[Check]:
 
 
 def _corrections() -> list[Check]:
-    plain, corrected = (study(network, prediction.CORRECTION_SIGNAL) for network in prediction.correction_networks())
+    plain, corrected = (study(network, studies.CORRECTION_SIGNAL) for network in studies.correction_networks())
     drift, kept = (float(each.diagonals()[-1].mean()) for each in (plain, corrected))
     average = float(study(plain.network, _average()).diagonals()[-1][-1])
     return [
@@ -95,7 +95,7 @@ def _corrections() -> list[Check]:
 
 
 def _average() -> InputSignal:
-    return replace(prediction.CORRECTION_SIGNAL, kind="average")
+    return replace(studies.CORRECTION_SIGNAL, kind="average")
 
 
 def kernels_page(table: PaperTable, checks: Sequence[Check], figure: str = "") -> str:

@@ -39,7 +39,7 @@ def kernel_measures(model: ModelConfig, stages: Sequence[np.ndarray]) -> dict[st
 
     stages: (L+1, T, T) kernels before, in the middle of and after training.
     """
-    from skipless.model.transformer import kernel_blocks
+    from skipless.model.kernel_maps import kernel_blocks
 
     cosines = [np.stack([kernels.cosine(state) for state in states[1:]]) for states in stages]
     predicted = propagation.forward(kernel_blocks(model), stages[0][0])

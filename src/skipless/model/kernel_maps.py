@@ -1,0 +1,79 @@
+"""A configuration as theory sees it: the shape of each block's attention, kernel maps, and their certificate.
+
+Nothing here needs torch: the network itself is built of the same shapes in `model.transformer`.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from skipless.model.config import ModelConfig
+from skipless.model.presets import configuration
+from skipless.theory import kernels
+from skipless.theory.certificate import Certificate, certify
+from skipless.theory.local_maps import variance_gain
+from skipless.theory.propagation import Attend, Chain, KernelLayer, MirroredMlp, Mlp, Skip, sub_block
+from skipless.theory.schemes import ExponentialSPA, UniformSPA
+from skipless.theory.shapes import AttentionShape
+
+if TYPE_CHECKING:
+    from skipless.model.transformer import Transformer
+
+
+def certificate(
+    config: "ModelConfig | Transformer | str", kernel: np.ndarray | None = None, length: int | None = None
+) -> Certificate:
+    """What the configuration does to a signal at initialisation: by default to the average kernel of its tokens.
+
+    That kernel has `length` locations: 100, or config.length where that is less, or where nothing else is calibrated.
+    """
+    config = configuration(config)
+    if kernel is None:
+        fixed = None if config.causal else config.max_length
+        length = length if length is not None else fixed or min(100, config.length)
+        kernel = kernels.uniform(getattr(config.scheme, "repeat_rate", 0.0), length) * input_norm(config)
+    return certify(kernel_blocks(config), kernel, normalised=config.norm != "none")
+
+
+def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:
+    """The network as kernel maps, one per block."""
+    skip = Skip(config.attention_skip.shortcut, config.attention_skip.residual)
+    mlp = mlp_layer(config)
+    attention = [sub_block(Attend(shape), skip, config.norm) for shape in attention_shapes(config)]
+    return [block if mlp is None else Chain((block, mlp)) for block in attention]
+
+
+def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
+    """One AttentionShape per block: the one place where depth meets the scheme."""
+    skip = config.attention_skip
+    scheme = config.scheme
+    if not isinstance(scheme, ExponentialSPA | UniformSPA):
+        return scheme.shapes(config.depth, causal=config.causal)
+    if scheme.calibration == "paper":
+        return scheme.shapes(config.depth, skip.shortcut, config.causal)
+    mlp = mlp_layer(config)
+    through = mlp.forward if mlp is not None else None
+    options = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
+    return scheme.shapes(config.depth, skip.shortcut, config.causal, **options)
+
+
+def mlp_layer(config: ModelConfig) -> KernelLayer | None:
+    """The MLP sub-block's kernel map, or None in attention-only models."""
+    if not config.hidden:
+        return None
+    mirrored = config.mlp_init == "mirrored"
+    mlp = MirroredMlp() if mirrored else Mlp(config.shaped_activation, mlp_gain(config))
+    return sub_block(mlp, config.mlp_skip, config.norm)
+
+
+def mlp_gain(config: ModelConfig) -> float:
+    """σ of the matrix behind the activation: 1 for DKS and TAT by construction, else what keeps q: 1 → 1. App. H.
+
+    Not for mirrored MLPs, whose two matrices are made together.
+    """
+    return variance_gain(config.shaped_activation)
+
+
+def input_norm(config: ModelConfig) -> float:
+    """The diagonal of Σ_0: 1, or 1/d where looked-up rows are not multiplied by √d. App. H."""
+    return 1.0 if config.scales_embedding else 1.0 / config.width
