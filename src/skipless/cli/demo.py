@@ -21,9 +21,7 @@ from skipless.paper.demo import DEMO, Counting, DemoRow, counting, demo_row, dem
 from skipless.paper.experiments import Setting, Text
 from skipless.paper.records import Record
 from skipless.paper.runs import Run
-from skipless.paper.workers import RunRequest, run_one
 from skipless.training.config import Experiment
-from skipless.training.distributed import find_device
 from skipless.training.run import EXPERIMENT, FINISHED, read_experiment, read_result
 
 if TYPE_CHECKING:
@@ -56,6 +54,8 @@ def command(
         raise ValueError(f"--out is {out}, a file; name a folder")
     scale = demo_scale(steps)
     if device is not None:
+        from skipless.training.distributed import find_device
+
         find_device(device)
     data = (out / DATA).resolve()
     say(f"text: the standard library of Python {sys.version_info.major}.{sys.version_info.minor}, byte by byte")
@@ -112,11 +112,13 @@ def _train(run: Run, folder: Path, device: str | None, count: str) -> Record:
     what = f"{count} {label} (skips: {skips}, norms: {norms})"
     finished = (folder / FINISHED).is_file()
     say(f"{what}: trained already" if finished else f"{what}: {run.experiment.train.steps} steps")
+    from skipless.paper.workers import RunRequest, run_one  # with torch, once there is something to train
+
     try:
         record = run_one(RunRequest(run, folder, device, quiet=False))
     except KeyboardInterrupt:
-        say(f"skipless: stopped while training {label}; the same command goes on from there")
-        raise typer.Exit(130) from None
+        words = f"stopped while training {label}; the same command goes on from there"
+        raise KeyboardInterrupt(words) from None
     assert record is not None  # its time is not limited
     if record.diverged:
         raise ValueError(f"{label} diverged at step {record.diverged_at}, at every rate it was lowered to")

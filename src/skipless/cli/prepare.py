@@ -1,12 +1,14 @@
 """`skipless prepare`: from a corpus to token shards."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import Annotated, Literal, cast
 
 import typer
 
-if TYPE_CHECKING:
-    from skipless.data.tokenizer import TokenizerChoice
+from skipless.console import Progress
+from skipless.data.formats import Reading
+from skipless.data.prepare import Preparation, prepare
+from skipless.data.tokenizer import Bytes, FileTokenizer, TokenizerChoice, TrainUnigram
 
 
 def command(
@@ -31,19 +33,19 @@ def command(
 
     Can be stopped at any time and run again; a finished folder is checked and left as it is.
     """
-    from skipless.data.formats import Reading
-    from skipless.data.prepare import Preparation
-
     reading = Reading(text_field, cast(Literal["error", "replace"], invalid_utf8))
     choice, label = _choice(bytes_, tokenizer, vocab, sample_mb)
     plan = Preparation(corpus, choice, valid, valid_fraction, shard_mb, reading, download)
     folder = out or default_folder(corpus, label)
-    _run(plan, folder, workers, force)
+    try:
+        prepare(plan, folder, workers, force, Progress())
+    except KeyboardInterrupt:
+        words = f"stopped; finished shards in {folder} are kept: run the same command to resume"
+        raise KeyboardInterrupt(words) from None
+    print(folder)
 
 
-def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> tuple["TokenizerChoice", str]:
-    from skipless.data.tokenizer import Bytes, FileTokenizer, TrainUnigram
-
+def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> tuple[TokenizerChoice, str]:
     if as_bytes and file:
         raise ValueError("--bytes and --tokenizer exclude each other: give one")
     if as_bytes:
@@ -51,18 +53,6 @@ def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> 
     if file:
         return FileTokenizer(file), file.stem
     return TrainUnigram(vocab, sample_mb), str(vocab)
-
-
-def _run(plan, folder: Path, workers: int | None, force: bool) -> None:
-    from skipless.console import Progress
-    from skipless.data.prepare import prepare
-
-    try:
-        prepare(plan, folder, workers, force, Progress())
-    except KeyboardInterrupt:
-        words = f"stopped; finished shards in {folder} are kept: run the same command to resume"
-        raise KeyboardInterrupt(words) from None
-    typer.echo(folder)
 
 
 def default_folder(corpus: str, vocabulary: str) -> Path:

@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from skipless.data.store import read_manifest
+from skipless.paper.recipes import names, plan, with_data
+from skipless.training.config import Experiment, split_assignments
+
 
 def command(
     recipe: Annotated[
@@ -24,16 +28,13 @@ def command(
     list_: Annotated[bool, typer.Option("--list", help="Print all recipe names and stop.")] = False,
 ) -> None:
     """Train a network. Kill it at any moment and repeat the command with --resume."""
-    from skipless.paper.recipes import names
-
     if list_:
         print("\n".join(names()))
         return
     if not recipe:
         raise ValueError("name a recipe, such as wikitext103/e-spa; `skipless train --list` shows all")
-    from skipless.paper.recipes import plan, with_data
-    from skipless.training.config import split_assignments
-
+    if data is not None:
+        read_manifest(data)  # a wrong path is refused before anything is solved
     sizes = {"model.depth": depth, "model.width": width}
     values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])
     experiment, given = plan(recipe, data)
@@ -47,7 +48,7 @@ def command(
     _run(experiment, out or Path("runs") / experiment.name, resume, device, tensorboard)
 
 
-def _run(experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:
+def _run(experiment: Experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:
     from skipless.training.distributed import exit_process
     from skipless.training.divergence import Diverged
     from skipless.training.trainer import train

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from skipless.data.store import TokenStore
-from skipless.model.generate import Sampling, generate
 from skipless.model.kernel_maps import certificate, input_norm
 from skipless.paper.experiments import Arm, PaperTable, Scale, Setting
 from skipless.paper.measures import read_probe
@@ -15,7 +14,6 @@ from skipless.paper.records import Record
 from skipless.paper.runs import Run, make_run, run_key
 from skipless.theory import kernels
 from skipless.theory.certificate import Verdict
-from skipless.training.checkpoint import model_from_weights
 from skipless.training.run import read_metrics, read_result
 
 # Standard attention keeps the norms of the usual block; E-SPA has none. One optimiser for all; each network's rate is
@@ -54,7 +52,6 @@ SCALE = Scale(
         "on_divergence": "halve-lr",
     },
 )
-SAMPLING = Sampling(temperature=0.7)
 PROMPT = "    def "
 
 
@@ -177,9 +174,12 @@ def sample(weights: Path, tokens: int, seed: int) -> str:
     """Text that the saved network writes after PROMPT; control characters and broken UTF-8 are shown as U+FFFD."""
     import torch
 
+    from skipless.model.generate import Sampling, generate
+    from skipless.training.checkpoint import model_from_weights
+
     model = model_from_weights(weights, impl="sdpa")
     prompt = torch.tensor([list(PROMPT.encode())])
     with torch.inference_mode():
-        written = generate(model, prompt, tokens, sampling=SAMPLING, seed=seed)[0].tolist()
+        written = generate(model, prompt, tokens, sampling=Sampling(temperature=0.7), seed=seed)[0].tolist()
     text = bytes(written).decode("utf-8", "replace")
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
