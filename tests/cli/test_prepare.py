@@ -111,7 +111,7 @@ def test_no_room_on_the_disk_and_room_again(text, tmp_path):
     arguments = [*COMMAND, str(text), "--bytes", "--out", str(tmp_path / "out")]
     full = subprocess.run(arguments, check=False, capture_output=True, text=True, preexec_fn=limit)
     assert full.returncode == 2, full.stderr
-    assert re.fullmatch(r"skipless: .*train-00000.bin could not be written \(.*\): free some space .*\n", full.stderr)
+    assert re.fullmatch(r"skipless: .*train-00000.bin could not be written \(.*\): free some space, .*\n", full.stderr)
     assert not list((tmp_path / "out").glob("*.part"))
     subprocess.run(arguments, check=True, capture_output=True)
 
