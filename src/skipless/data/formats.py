@@ -1,4 +1,15 @@
-"""Formats: the documents of a file, by its suffix, plain or packed, read as a stream."""
+"""Formats: the documents of a file, by its suffix, plain or packed, read as a stream.
+
+    .txt              an article: articles are separated by two or more empty lines, which belong to none of them;
+                      a file without such a gap is one document
+    .raw              an article of WikiText: it starts at a first-level heading, " = Title = "
+    .py .md .rst      the whole file
+    .jsonl .ndjson    the text field of each line
+    .parquet          the text column of each row
+
+each plain or packed (.gz, .xz, .zst). A document longer than 4 MiB is cut at line ends into several, so that memory
+stays bounded; empty documents are left out. Nothing else is changed: text keeps its line ends and spaces.
+"""
 
 import codecs
 import gzip

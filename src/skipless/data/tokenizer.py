@@ -1,6 +1,8 @@
 """Tokenizers: bytes and SentencePiece, and how to get one: take the bytes, open a file, or train on a corpus.
 
 `python -m skipless.data.tokenizer VOCAB_SIZE` is the process that trains: lines in, a SentencePiece model out.
+
+Training is a process of its own because the trainer cannot be interrupted and keeps its memory.
 """
 
 import hashlib

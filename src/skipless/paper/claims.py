@@ -1,4 +1,9 @@
-"""Claims, stated before the runs: what counts as agreement with the paper."""
+"""Claims, stated before the runs: what counts as agreement with the paper.
+
+A quantity is the mean over seeds. Where seeds differ, half of their range counts against the claim, except in claims
+about gaps, which are of means, and about numbers of steps, which are of the first seed. An arm is named as in its
+table, "e-spa"; "e-spa@5" is the same one trained five times as long.
+"""
 
 import itertools
 import math

@@ -1,4 +1,8 @@
-"""A table of the paper as data: its arms, the sizes it can be run at, and the learning rates that arms are tried at."""
+"""A table of the paper as data: its arms, the sizes it can be run at, and the learning rates that arms are tried at.
+
+Equal tuning: every arm gets the same number of rates, centred on the expected one, and another beyond the best while
+that lies at the edge and is better than its neighbour, three at most.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,14 @@
-"""Checkpoints, from save to load by any number of processes; and the weights alone, as one safetensors file."""
+"""Checkpoints, from save to load by any number of processes; and the weights alone, as one safetensors file.
+
+    checkpoints/step-000200/                          a checkpoint; the newest `keep` are there
+        shard-00001-model-00001-of-00001.safetensors  tensors of the first process that wrote it, by DCP
+        state.json                                    step, optimiser settings, size and hash of each file
+    checkpoints/.step-000300.tmp-1a2b3c4d/            one being written, or what a kill left of it
+
+Nothing is unpickled: tensors are safetensors, where DCP's own storage would be pickles, and the rest (rates, betas, the
+structure of the optimiser's state) is JSON. So a checkpoint from elsewhere can do no more than be wrong. Hashes find
+accidents, not forgery.
+"""
 
 import hashlib
 import json

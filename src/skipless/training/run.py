@@ -1,4 +1,14 @@
-"""The folder of a run and what it shows: settings, environment, log, checkpoints; a line of progress."""
+"""The folder of a run and what it shows: settings, environment, log, checkpoints; a line of progress.
+
+experiment.json   the whole configuration; once something is trained another one refuses the folder
+data.json         fingerprints of the prepared folders; other tokens refuse to resume
+env.json          versions, device and commit of the start and of every resumption
+metrics.jsonl     one JSON object per line
+checkpoints/      see skipless.training.checkpoint
+export/           weights to use elsewhere
+finished.json     written last
+.lock             process and host of who is training
+"""
 
 import json
 import logging

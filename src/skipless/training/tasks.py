@@ -1,4 +1,8 @@
-"""The five downstream tasks of the paper, scored here, and the same model inside lm-eval."""
+"""The five downstream tasks of the paper, scored here, and the same model inside lm-eval.
+
+A choice's score is the log-likelihood of its text after the question, and the answer is the choice of highest score:
+accuracy. Normalised accuracy divides scores by the choices' lengths in characters. Only the model is needed here.
+"""
 
 import json
 import math

@@ -1,4 +1,8 @@
-"""Muon: momentum made orthogonal by Newton–Schulz; and matrices that stay orthogonal."""
+"""Muon: momentum made orthogonal by Newton–Schulz; and matrices that stay orthogonal.
+
+Orthogonal matrices hand a signal on without changing its cosines. The paper starts with them and lets training go;
+`keep_orthogonal` keeps them so.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
