@@ -59,8 +59,8 @@ def plain(backend: SDPBackend) -> Callable:
 
 def shaped(kind: str, impl: str, length: int) -> Callable:
     """Shaped attention by one of ours."""
-    parts = BiasVectors.of(SHAPES[kind], length, "cuda")
-    return lambda q, k, v: shaped_attention(q, k, v, parts, impl=impl)
+    bias = BiasVectors.of(SHAPES[kind], length, "cuda")
+    return lambda q, k, v: shaped_attention(q, k, v, bias, impl=impl)
 
 
 def arms(length: int) -> dict[str, Callable]:
@@ -132,8 +132,8 @@ def extra_memory(call: Callable[[], object]) -> float:
     before = torch.cuda.memory_allocated()
     result = call()
     torch.cuda.synchronize()
-    kept = sum(t.numel() * t.element_size() for t in (result if isinstance(result, tuple) else (result,)))
-    return torch.cuda.max_memory_allocated() - before - kept
+    returned = sum(t.numel() * t.element_size() for t in (result if isinstance(result, tuple) else (result,)))
+    return torch.cuda.max_memory_allocated() - before - returned
 
 
 def measure(name: str, attend: Callable, sizes: tuple) -> dict:

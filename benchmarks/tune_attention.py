@@ -1,11 +1,11 @@
-"""Times the Triton attention kernels over sizes of tiles, to choose skipless.ops.gpu.launch from.
+"""Times the GPU kernels of attention over sizes of tiles, to choose skipless.ops.gpu.launch from.
 
     python benchmarks/tune_attention.py --widths 64 128 --lengths 512 2048 --out tune.jsonl
 
 Every kernel is compiled in a pool of processes first, checked against the first choice of tiles, and then timed alone,
-by replaying a CUDA graph of it. "keeping" is the key side that keeps the gradients of its scores, "kept" the query side
-that reads them, "row_products" the kernel before both. A section is how many MiB heads read whose longest tiles come
-first, side by side; 0: one head after another.
+by replaying a CUDA graph of it. "saving" is the key side that saves the gradients of its scores,
+"query_side_from_saved" the query side that reads them, "row_products" the kernel before both. A section is how many
+MiB heads read whose longest tiles come first, side by side; 0: one head after another.
 """
 
 import argparse
@@ -19,9 +19,8 @@ from attention import milliseconds, require_gpu
 
 from skipless.ops.bias import BiasVectors
 from skipless.ops.gpu import launch as kernels
-from skipless.ops.gpu import places
 from skipless.ops.gpu.launch import Launch
-from skipless.ops.layout import Layout
+from skipless.ops.layout import Layout, kernel_layout
 from skipless.theory.shapes import ExponentialShape, UniformShape
 
 SHAPES = {"e-spa": lambda: ExponentialShape.between(0.05, 0.04, 0.008), "u-spa": lambda: UniformShape(0.7, 0.72)}
@@ -31,16 +30,16 @@ KEY_SIDE = [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (32, 128, 8, 2), 
             (32, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 2)]  # fmt: skip
 QUERY_SIDE = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3),
               (128, 32, 4, 3), (64, 128, 8, 2), (128, 128, 8, 1)]  # fmt: skip
-KEEPING = [(32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 4), (32, 128, 8, 3), (64, 128, 8, 2)]
-KEPT = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (64, 32, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2)]
+SAVING = [(32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 64, 4, 4), (32, 128, 8, 3), (64, 128, 8, 2)]
+FROM_SAVED = [(64, 64, 4, 3), (64, 64, 4, 4), (64, 64, 8, 3), (64, 32, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2)]
 ROW_PRODUCTS = [(64, 64, 4, 1), (32, 64, 4, 1), (128, 64, 4, 1), (64, 64, 8, 1), (16, 64, 4, 1)]
 KERNELS = {
     "forward": FORWARD,
     "query_side": QUERY_SIDE,
     "key_side": KEY_SIDE,
     "row_products": ROW_PRODUCTS,
-    "keeping": KEEPING,
-    "kept": KEPT,
+    "saving": SAVING,
+    "query_side_from_saved": FROM_SAVED,
 }
 TOKENS = 8192
 
@@ -55,11 +54,10 @@ class Problem:
             torch.randn(batch, length, heads, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
             for _ in range(4)
         )
-        parts = BiasVectors.of(SHAPES[kind](), length, "cuda")
-        vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
+        bias = BiasVectors.of(SHAPES[kind](), length, "cuda").for_kernels()
         ids = torch.arange(length, device="cuda").expand(batch, -1) * documents // length
-        layout = list(places(Layout.packed(ids), batch, True)) if documents else []
-        self.call = kernels.Call(q, k, v, vectors, parts.row, layout, True)
+        layout = kernel_layout(Layout.packed(ids), batch, True) if documents else None
+        self.inputs = kernels.KernelInputs(q, k, v, bias, layout, True)
         self.out, self.gradients = torch.empty_like(q), tuple(torch.empty_like(t) for t in (q, k, v))
         self.lse = torch.empty(q.shape[:3], device="cuda")
         self.delta = torch.empty_like(self.lse)
@@ -69,21 +67,21 @@ class Problem:
 
     def run(self, kernel: str, size: tuple) -> tuple:
         """Launch one kernel with tiles of this size; what it fills."""
-        launch, call, sums, (dq, dk, dv) = Launch(*size), self.call, (self.lse, self.delta), self.gradients
+        launch, inputs, sums, (dq, dk, dv) = Launch(*size), self.inputs, (self.lse, self.delta), self.gradients
         if kernel == "forward":
-            kernels.run_forward(call, self.out, self.lse, launch)
+            kernels.run_forward(inputs, self.out, self.lse, launch)
             return (self.out,)
         if kernel == "query_side":
-            kernels.run_query_side(call, self.out, self.dout, sums, dq, launch)
+            kernels.run_query_side(inputs, self.out, self.dout, sums, dq, launch)
             return (dq,)
         if kernel == "row_products":
-            kernels.run_row_products(call, self.out, self.dout, self.delta, launch)
+            kernels.run_row_products(inputs, self.out, self.dout, self.delta, launch)
             return (self.delta,)
-        if kernel == "kept":
-            kernels.run_kept_query_side(call, self.scores, dq, launch)
+        if kernel == "query_side_from_saved":
+            kernels.run_query_side_from_saved(inputs, self.scores, dq, launch)
             return (dq,)
-        scores = self.scores if kernel == "keeping" else None
-        kernels.run_key_side(call, self.dout, sums, (dk, dv), launch, scores=scores)
+        scores = self.scores if kernel == "saving" else None
+        kernels.run_key_side(inputs, self.dout, sums, (dk, dv), launch, scores=scores)
         return (dk, dv)
 
 

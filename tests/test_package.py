@@ -22,9 +22,7 @@ SHORT_FILES = {
     "skipless/nn/init.py": "initialisers, whoever calls them",
     "skipless/ops/cuda_graph.py": "graphs of decoding and of training",
     "skipless/ops/gpu/cross_entropy.py": "needs triton, as nothing outside ops/gpu does",
-    "skipless/ops/linear.py": "called by attention and the MLP",
     "skipless/ops/precision.py": "called by the loss, training and evaluation",
-    "skipless/ops/sdpa.py": "one of four implementations of attention, a file each",
 }
 
 relative_name = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY / "src")))

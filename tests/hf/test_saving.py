@@ -53,7 +53,7 @@ def test_bfloat16_loads_as_the_native_model_cast(any_native, tokens, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
     assert torch.equal(loaded(tokens).logits, any_native.to(torch.bfloat16)(tokens))
-    parts = loaded.model.blocks[0].attention.inner.parts(20, torch.device("cpu"), torch.float32)
+    parts = loaded.model.blocks[0].attention.inner.bias(20, torch.device("cpu"), torch.float32)
     assert parts.dtype == torch.float32
 
 

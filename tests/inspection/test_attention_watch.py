@@ -12,7 +12,8 @@ from skipless.inspection.inspect import inspect
 from skipless.inspection.statistics import InspectOptions
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
-from skipless.nn.attention import AttentionOptions, Positions, ShapedAttention
+from skipless.nn.attention import AttentionOptions, ShapedAttention
+from skipless.nn.position import Positions
 from skipless.ops.bias import BiasVectors
 from skipless.ops.layout import Layout
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, ValueSkipInit
@@ -39,7 +40,7 @@ def network(impl: str = "auto", **changes) -> Transformer:
 def brute(module: ShapedAttention, x: torch.Tensor, layout: Layout) -> tuple[float, float, float]:
     """By the dense definition, all at once: q·k/√d + B, masked."""
     q, k = (layer(x).unflatten(-1, (-1, module.head_width)).transpose(1, 2) for layer in (module.query, module.key))
-    placed = module._default_placement(x) if module.options.position == "rope" else Positions()
+    placed = module._default_positions(x) if module.options.position == "rope" else Positions()
     if placed.rotation is not None:
         q, k = placed.rotation.rotate(q), placed.rotation.rotate(k)
     parts = BiasVectors.of(module.shape, x.shape[1], dtype=torch.float64)

@@ -99,7 +99,7 @@ def test_gradients_and_kernels_equal_autograd_by_hand():
     found = inspect(model, ids, labels=ids)
     states = [model.embed(ids)]
     for block in model.blocks:
-        states.append(block(states[-1], model.placement(ids)))
+        states.append(block(states[-1], model.positions(ids)))
     logits = model.logits(model.norm(states[-1]))
     loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     gradients = torch.autograd.grad(loss, [*states, model.blocks[1].attention.inner.key.weight])

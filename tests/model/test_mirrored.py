@@ -44,9 +44,9 @@ def tokens_of(config: ModelConfig, batch: int = 1) -> torch.Tensor:
 @torch.no_grad()
 def kernels_by_block(model: Transformer, tokens: torch.Tensor) -> list[np.ndarray]:
     states = [model.embed(tokens)]
-    placement = model.placement(tokens)
+    positions = model.positions(tokens)
     for block in model.each_block():
-        states.append(block(states[-1], placement))
+        states.append(block(states[-1], positions))
     return [kernels.of_activations(state[0].numpy()) for state in states]
 
 

@@ -29,10 +29,10 @@ def build(config, seed=0, dtype=torch.float64):
 @torch.no_grad()
 def kernels_by_block(model, tokens):
     """Σ_0 … Σ_L measured on one sequence."""
-    placement, x = model.placement(tokens), model.embed(tokens)
+    positions, x = model.positions(tokens), model.embed(tokens)
     states = [x]
     for block in model.blocks:
-        states.append(block(states[-1], placement))
+        states.append(block(states[-1], positions))
     return [kernels.of_activations(s[0].double().numpy()) for s in states]
 
 
@@ -151,7 +151,7 @@ def test_the_papers_large_model_builds_on_meta():
 
 def test_rotary_positions_take_the_configured_base():
     config = ModelConfig(vocab_size=30, width=32, depth=2, heads=4, activation="gelu", rope_base=500.0)
-    rotation = build(config).placement(torch.zeros(1, 9, dtype=torch.long), past=3).rotation
+    rotation = build(config).positions(torch.zeros(1, 9, dtype=torch.long), past=3).rotation
     angles = torch.arange(3.0, 12.0)[:, None] * 500.0 ** (-torch.arange(0.0, 8.0, 2.0) / 8)
     torch.testing.assert_close(rotation.cos[0, 0], angles.cos())
     torch.testing.assert_close(rotation.sin[0, 0], angles.sin())
@@ -270,9 +270,9 @@ def test_the_certificate_starts_where_the_embedding_does(name):
     torch.manual_seed(0)
     model, tokens, cosines = Transformer(config, impl="sdpa"), torch.arange(48)[None], []
     with torch.no_grad():
-        x, placement = model.embed(tokens), model.placement(tokens)
+        x, positions = model.embed(tokens), model.positions(tokens)
         for block in model.each_block():
-            x = block(x, placement, None)
+            x = block(x, positions, None)
             cosines.append(kernels.mean_cosine((x[0] @ x[0].T).double().numpy() / 256))
     reports = kernel_maps.certificate(config, kernel_maps.input_norm(config) * np.eye(48)).reports
     assert cosines[0] == pytest.approx(reports[1].mean_cosine, abs=0.05)

@@ -68,10 +68,10 @@ def test_a_trainable_bias_gain_starts_without_effect():
     assert (gained.bias_gain.grad != 0).all()
 
 
-def test_shape_parts_stay_in_float32_and_out_of_the_checkpoint():
+def test_bias_vectors_stay_in_float32_and_out_of_the_checkpoint():
     module = build(SPA[1], dtype=torch.bfloat16)
     module(torch.randn(1, T, WIDTH, dtype=torch.bfloat16))
-    assert module._parts.dtype == torch.float32
+    assert module._bias.dtype == torch.float32
     assert set(module.state_dict()) == {f"{name}.weight" for name in ("query", "key", "value", "output")}
 
 
@@ -95,25 +95,16 @@ def test_longer_sequences_extend_shorter_ones():
     torch.testing.assert_close(module(x)[:, :T], module(x[:, :T]))
 
 
-def test_all_blocks_store_parts_of_one_size():
+def test_all_blocks_store_vectors_of_one_size():
     """Compiled blocks share a graph only if their tensors have one shape."""
     sizes = set()
     for shape in ExponentialSPA(0.005, 0.008).shapes(36):
         module = build(shape)
         module(torch.randn(1, T, WIDTH).double())
-        sizes.add(tuple((name, tuple(t.shape)) for name, t in module._parts.tensors().items()))
+        sizes.add(tuple((name, tuple(t.shape)) for name, t in module._bias.tensors().items()))
     assert len(sizes) == 1
 
 
 def test_heads_must_divide_width():
     with pytest.raises(ValueError, match="width=30, heads=4"):
         ShapedAttention(30, 4, StandardAttention().shapes(1)[0])
-
-
-def test_a_shape_of_other_parts_takes_the_place_of_the_old():
-    """From ρ = 0 a uniform shape has no row term; the next block's has one."""
-    first, second = UniformSPA(0.6).shapes(4)[0], UniformSPA(0.6).shapes(4)[2]
-    module, x = build(first), torch.randn(2, T, WIDTH).double()
-    module(x)
-    module.change_shape(second)
-    torch.testing.assert_close(module(x), build(second)(x), atol=1e-12, rtol=0)

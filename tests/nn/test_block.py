@@ -40,14 +40,3 @@ def test_a_trained_weight_goes_back_to_its_start():
     block.reset_parameters()
     assert block.residual.item() == 0.25
     assert torch.equal(block.norm.weight, torch.ones(8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="β is trained here"):
-        block.set_skip(Skip())
-
-
-def test_weights_that_are_set_are_used_and_stay():
-    block = sub_block(Skip(1.0, 1.0), "none")
-    block.set_skip(Skip(0.6, 0.8))
-    block.reset_parameters()
-    torch.testing.assert_close(block(X), 0.6 * X + 0.8 * block.inner(X))
-    with pytest.raises(ValueError, match="needs trainable=False"):
-        block.set_skip(Skip(1.0, 0.0, trainable=True))

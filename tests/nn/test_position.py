@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from skipless.nn.position import RelativePosition, Rotation
+from skipless.nn.position import RelativePosition
+from skipless.ops.attention import Rotation
 
 
 def test_rotated_products_depend_on_distance_alone():

@@ -13,7 +13,7 @@ from skipless.nn import block
 from skipless.nn.block import MLP
 from skipless.ops import activation
 from skipless.ops import gpu as ops_gpu
-from skipless.ops.activation import biased_activation, kernel_serves, plain_biased_activation
+from skipless.ops.activation import biased_activation, kernel_supports, plain_biased_activation
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.shaping import dks
 
@@ -81,16 +81,16 @@ def test_a_bias_of_another_width_is_refused():
 
 
 @kernels
-def test_who_the_kernel_serves():
+def test_who_the_kernel_supports():
     gpu, half, gelu = torch.device("cuda"), torch.bfloat16, SPECS["dks"]
-    assert kernel_serves(gpu, half, 4096, gelu)
-    assert kernel_serves(gpu, torch.float16, 16, gelu)
-    assert not kernel_serves(torch.device("cpu"), half, 4096, gelu)
-    assert not kernel_serves(gpu, torch.float32, 4096, gelu)
-    assert not kernel_serves(gpu, torch.float64, 4096, gelu)
-    assert not kernel_serves(gpu, half, 4097, gelu)
-    assert not kernel_serves(gpu, half, 0, gelu)
-    assert not kernel_serves(gpu, half, 4096, ShapedActivation("gelu_tanh"))
+    assert kernel_supports(gpu, half, 4096, gelu)
+    assert kernel_supports(gpu, torch.float16, 16, gelu)
+    assert not kernel_supports(torch.device("cpu"), half, 4096, gelu)
+    assert not kernel_supports(gpu, torch.float32, 4096, gelu)
+    assert not kernel_supports(gpu, torch.float64, 4096, gelu)
+    assert not kernel_supports(gpu, half, 4097, gelu)
+    assert not kernel_supports(gpu, half, 0, gelu)
+    assert not kernel_supports(gpu, half, 4096, ShapedActivation("gelu_tanh"))
 
 
 @kernels
@@ -193,7 +193,7 @@ def test_only_what_is_asked_for_gets_a_gradient(needed):
 
 @kernels
 def test_it_compiles_whole(monkeypatch):
-    monkeypatch.setattr(activation, "kernel_serves", lambda *_: True)
+    monkeypatch.setattr(activation, "kernel_supports", lambda *_: True)
     inputs = problem((9, 32), torch.float32)
     compiled = torch.compile(lambda x, b, s: 2 * biased_activation(x, b, s), backend="aot_eager", fullgraph=True)
     pairs = zip(outcome(compiled, *inputs, SPECS["dks"]), exact(*inputs, SPECS["dks"]), strict=True)
@@ -218,7 +218,7 @@ def taken(monkeypatch):
         calls.append(inputs)
         return fused(*inputs)
 
-    monkeypatch.setattr(block, "kernel_serves", lambda device, dtype, n, spec: dtype == torch.bfloat16)
+    monkeypatch.setattr(block, "kernel_supports", lambda device, dtype, n, spec: dtype == torch.bfloat16)
     monkeypatch.setattr(block, "_FEWEST_ROWS", 100)
     monkeypatch.setattr(block, "biased_activation", record)
     return calls
@@ -241,7 +241,7 @@ def test_an_mlp_under_autocast_takes_it_and_is_as_exact_as_without(network, take
     assert len(taken) == 1
     assert taken[0][0].dtype == torch.bfloat16
     assert taken[0][1] is network.up.bias
-    monkeypatch.setattr(block, "kernel_serves", lambda *_: False)
+    monkeypatch.setattr(block, "kernel_supports", lambda *_: False)
     theirs = gradients(network, x)
     truth = gradients(network.double(), x.double())
     assert len(taken) == 1
@@ -280,7 +280,7 @@ def test_a_compiled_mlp_on_a_gpu_is_as_exact_as_plain_operations(monkeypatch):
     x = torch.randn(4, 301, 256, device="cuda")
     ours = gradients(layer, x, torch.compile(layer, fullgraph=True))
     eager = gradients(layer, x)
-    monkeypatch.setattr(block, "kernel_serves", lambda *_: False)
+    monkeypatch.setattr(block, "kernel_supports", lambda *_: False)
     theirs = gradients(layer, x)
     truth = gradients(layer.double(), x.double())
     for a, b, c, d in zip(ours, eager, theirs, truth, strict=True):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from skipless.ops import flex, gpu
 from skipless.ops.attention import shaped_attention
-from skipless.ops.bias import BiasVectors
-from skipless.ops.inputs import Request
+from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.theory.exponential import ExponentialStep
 from skipless.theory.shapes import (
@@ -78,14 +77,14 @@ class Runner:
 
 def eager_flex(q, k, v, shape, layout=None, bias_gain=None) -> Tensor:
     """flex.attend around FlexAttention's eager form, which also has a backward pass on a CPU and takes float64."""
-    request = Request(q, k, v, shape, layout, bias_gain).check()
+    inputs = AttentionInputs(q, k, v, shape, layout, bias_gain).check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_run", flex._attention)
         patch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
         patch.setattr(torch.nn.attention.flex_attention, "_warn_once", lambda *_, **__: None)
         # without a graph, which is quicker to build than one, what the score modification captures has no gradient
         patch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", bias_gain is None)
-        return flex.attend(request)
+        return flex.attend(inputs)
 
 
 def runner(impl: str) -> Callable[..., Tensor]:

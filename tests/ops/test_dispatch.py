@@ -7,8 +7,7 @@ import torch
 
 from skipless.ops import attention
 from skipless.ops.attention import shaped_attention
-from skipless.ops.bias import BiasVectors
-from skipless.ops.inputs import Request
+from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.theory.exponential import ExponentialStep
 from skipless.theory.shapes import (
@@ -59,7 +58,7 @@ def test_shapes_that_do_not_fit():
     halved = parts.with_tensors(column=parts.column.bfloat16())
     refused("column of the shape is torch.bfloat16, which moves the bias by up to 6e-2", q, k, v, halved)
     if torch.cuda.is_available():
-        refused(r"parts are on cuda:0 and q on cpu; use parts.to\('cpu'\)", q, k, v, parts.to("cuda"))
+        refused(r"vectors are on cuda:0 and q on cpu; use BiasVectors.to\('cpu'\)", q, k, v, parts.to("cuda"))
 
 
 def test_layouts_that_do_not_fit():
@@ -131,7 +130,7 @@ def test_what_auto_chooses(device):
     def chosen(shape=SPA, queries=8192, keys=8192, grad=False, **options) -> str:
         (q, _, _), (_, k, v) = (tensors(length=n, device=device, **options) for n in (queries, keys))
         parts = BiasVectors.of(shape, keys, device)
-        return attention.choose(Request(q.requires_grad_(grad), k, v, parts).check())[0]
+        return attention.choose(AttentionInputs(q.requires_grad_(grad), k, v, parts).check())[0]
 
     assert chosen() == ("triton" if device == "cuda" else "flex")
     assert chosen(width=48) == "flex"

@@ -13,8 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from skipless.ops import attention, flex
 from skipless.ops import layout as ops_layout
 from skipless.ops.attention import shaped_attention
-from skipless.ops.bias import BiasVectors
-from skipless.ops.inputs import Request
+from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.theory.schemes import ExponentialSPA
 from skipless.theory.shapes import ExponentialShape, PlainShape, UniformShape
@@ -131,7 +130,7 @@ def test_inside_a_compiled_function(impl, packed):
     q, k, v = tensors(2, 2, 130, 16)
     layout = Layout.packed(torch.arange(260, device=DEVICE).reshape(2, 130) // 50) if packed else None
     if packed:
-        layout = attention.prepare(Request(q, k, v, BiasVectors.of(PlainShape(), 130, DEVICE), layout), impl)
+        layout = attention.prepare(AttentionInputs(q, k, v, BiasVectors.of(PlainShape(), 130, DEVICE), layout), impl)
     parts = [BiasVectors.of(ExponentialShape.between(g, 0.3, 0.1), 130, DEVICE) for g in (np.inf, 0.5)]
 
     def block(q, k, v, parts, layout):
@@ -152,27 +151,27 @@ def test_a_mask_of_documents_is_not_built_inside_a_compiled_function(monkeypatch
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     q, k, v = (torch.empty(2, 2, 130, 16, device="meta") for _ in range(3))
     layout = Layout.packed(torch.arange(260).reshape(2, 130) // 50)
-    request = Request(q, k, v, BiasVectors.of(PlainShape(), 130), layout)
-    assert not flex._is_prepared(request)
-    assert flex._is_prepared(dataclasses.replace(request, layout=None))
+    inputs = AttentionInputs(q, k, v, BiasVectors.of(PlainShape(), 130), layout)
+    assert not flex._is_prepared(inputs)
+    assert flex._is_prepared(dataclasses.replace(inputs, layout=None))
     ops_layout.block_mask(layout, causal=True)
-    assert not flex._is_prepared(request)  # inside a compiled function nothing is kept
+    assert not flex._is_prepared(inputs)  # inside a compiled function nothing is kept
     monkeypatch.undo()
     ops_layout.block_mask(layout, causal=True)
-    assert flex._is_prepared(request)
+    assert flex._is_prepared(inputs)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_prepared_mask_is_found_by_compiled_blocks(packed, monkeypatch):
     """The graph of a compiled block holds no mask building, and all blocks share it. Traced only, on a CPU."""
-    monkeypatch.setattr(flex, "refusal", lambda request: None)
+    monkeypatch.setattr(flex, "why_not", lambda inputs: None)
     monkeypatch.setitem(
-        attention.IMPLEMENTATIONS, "flex", attention.Implementation(flex.attend, lambda request: None, flex.prepare)
+        attention.IMPLEMENTATIONS, "flex", attention.Implementation(flex.attend, lambda inputs: None, flex.prepare)
     )
     q, k, v = tensors(2, 2, 300, 16)
     layout = Layout.packed(torch.arange(600, device=DEVICE).reshape(2, 300) // 50)
     parts = BiasVectors.of(ExponentialSPA(0.05, 0.008).shapes(4)[0], 300, DEVICE)
-    layout = attention.prepare(Request(q, k, v, parts, layout if packed else None), "flex")
+    layout = attention.prepare(AttentionInputs(q, k, v, parts, layout if packed else None), "flex")
     assert layout is not None
     graphs = []
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from skipless.ops import gpu
-from skipless.ops.attention import shaped_attention
-from skipless.ops.bias import BiasVectors
+from skipless.ops.attention import is_decoding, shaped_attention
+from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.ops.reference import initial_attention
 from skipless.theory.shapes import AlibiShape, DenseShape, ExponentialShape, UniformShape
@@ -70,7 +70,7 @@ def test_decoding_shares_out_the_keys(monkeypatch, shape, sizes, dtype, shared):
     generator = torch.Generator().manual_seed(keys)
     tensors = [(2, heads, queries, 16), (2, kv_heads, keys, 16), (2, kv_heads, keys, 16)]
     q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for size in tensors)
-    assert decode.applies(q, k, needs_grad=False)
+    assert is_decoding(AttentionInputs(q, k, v, BiasVectors.of(shape, keys, device)))
     assert (decode.shares_of(keys, kv_heads, 2)[0] > 1) == shared
     mask = torch.ones(2, keys, dtype=torch.long, device=device)
     mask[1, : keys // 2] = 0

@@ -164,9 +164,9 @@ def test_parts_that_a_longer_sequence_replaces_are_kept():
     step = build()
     advance = GraphedStep(step, Rerun())
     run(advance, 1)
-    old = step.model.blocks[0].attention.inner._parts
+    old = step.model.blocks[0].attention.inner._bias
     step.model(torch.zeros(1, 600, dtype=torch.long))
-    assert step.model.blocks[0].attention.inner._parts is not old
+    assert step.model.blocks[0].attention.inner._bias is not old
     assert advance._read[0] is old
 
 

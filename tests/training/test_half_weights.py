@@ -123,7 +123,7 @@ def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch, network
             block.compile(backend="aot_eager", dynamic=False)
     for index in range(3):
         assert torch.equal(ours(index, batch_of(index))[0], theirs(index, batch_of(index))[0])
-    layers = [layer for block in ours.model.blocks for layer in block.attention.inner.joined_layers()]
+    layers = [layer for block in ours.model.blocks for layer in block.attention.inner.qkv_layers()]
     assert len(layers) == 3 * joined
     for layer in layers:
         copy = ours.half.copy_of(layer.weight)
@@ -138,7 +138,7 @@ def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch, network
         assert (ours.half.gradient_of(parameter) is None) is frozen
     for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert all(block.attention.inner.joined is None for block in ours.model.blocks)
+    assert all(block.attention.inner.qkv_weight is None for block in ours.model.blocks)
     ours.optimizer.zero_grad()
     assert all(ours.half.gradient_of(p) is None for p in ours.model.parameters())
 
@@ -148,8 +148,8 @@ def test_a_matrix_used_both_ways_has_one_gradient():
     half, attention = HalfWeights(model), model.blocks[0].attention.inner
     x = torch.randn(2, 64).bfloat16()
     with half.in_place():
-        assert attention.joined is not None
-        (nn.functional.linear(x, attention.joined).sum() + 2 * attention.query(x).sum()).backward()
+        assert attention.qkv_weight is not None
+        (nn.functional.linear(x, attention.qkv_weight).sum() + 2 * attention.query(x).sum()).backward()
     assert torch.equal(half.gradient_of(attention.query.weight), 3 * half.gradient_of(attention.key.weight))
 
 
@@ -157,7 +157,7 @@ def test_a_frozen_matrix_is_not_joined_to_trained_ones():
     model = Transformer(NETWORK)
     model.blocks[0].attention.inner.query.weight.requires_grad_(False)
     with HalfWeights(model).in_place():
-        assert [block.attention.inner.joined is None for block in model.blocks] == [True, False, False]
+        assert [block.attention.inner.qkv_weight is None for block in model.blocks] == [True, False, False]
 
 
 def fail_inside(step: TrainStep) -> None:

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from skipless.inspection.statistics import wide
-from skipless.nn.attention import Positions, ShapedAttention
-from skipless.nn.position import Rotation
+from skipless.nn.attention import ShapedAttention
+from skipless.nn.position import Positions
 from skipless.ops import reference
-from skipless.ops.inputs import Request
+from skipless.ops.attention import Rotation
+from skipless.ops.bias import AttentionInputs
 from skipless.ops.layout import Layout
 
 MOST_ROWS, MOST_QUERIES = 2, 512
@@ -99,38 +100,38 @@ class AttentionWatch(TorchFunctionMode):
 
 
 @torch.no_grad()
-def of_shaped(module: ShapedAttention, x: Tensor, placement: Positions | None = None) -> Tensor:
+def of_shaped(module: ShapedAttention, x: Tensor, positions: Positions | None = None) -> Tensor:
     """Sums as of `summed` for this library's attention, whichever implementation runs it, FlexAttention too.
 
     Queries and keys of the first rows are projected once more.
     """
-    request = module.request(x[:MOST_ROWS], None if placement is None else _first_rows(placement))
-    layout, terms = request.placed(), request.score_bias
+    inputs = module.inputs(x[:MOST_ROWS], None if positions is None else _first_rows(positions))
+    layout, terms = inputs.effective_layout(), inputs.score_bias
 
     def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         part = replace(
-            request,
-            q=request.q[row : row + 1][:, :, queries].to(wide(x)),
-            k=request.k[row : row + 1].to(wide(x)),
+            inputs,
+            q=inputs.q[row : row + 1][:, :, queries].to(wide(x)),
+            k=inputs.k[row : row + 1].to(wide(x)),
             layout=_part(layout, row, queries),
             score_bias=None if terms is None else terms[row : row + 1][:, :, queries],
         )
         return _reference_weights(part)
 
-    batch, heads, length, _ = request.q.shape
-    return summed((batch, heads, length, request.k.shape[2]), weights, x.device)
+    batch, heads, length, _ = inputs.q.shape
+    return summed((batch, heads, length, inputs.k.shape[2]), weights, x.device)
 
 
-def _reference_weights(request: Request) -> tuple[Tensor, Tensor]:
-    """(softmax of the scores, what is visible) of a request of one row, by the definition."""
-    term, visible, _ = reference.score_terms(request)
-    keys = request.k.repeat_interleave(request.groups, dim=1)
-    scores = (request.q @ keys.mT) * request.scale + term
+def _reference_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """(softmax of the scores, what is visible) of inputs of one row, by the definition."""
+    term, visible, _ = reference.score_terms(inputs)
+    keys = inputs.k.repeat_interleave(inputs.groups, dim=1)
+    scores = (inputs.q @ keys.mT) * inputs.scale + term
     return scores.masked_fill(~visible, -math.inf).softmax(-1)[0], visible[0]
 
 
-def _first_rows(placement: Positions) -> Positions:
-    layout, rotation = placement.layout, placement.rotation
+def _first_rows(positions: Positions) -> Positions:
+    layout, rotation = positions.layout, positions.rotation
     return Positions(
         None if layout is None else _cut(layout, slice(MOST_ROWS), slice(None)),
         None if rotation is None else Rotation(rotation.cos[:MOST_ROWS], rotation.sin[:MOST_ROWS]),

@@ -102,9 +102,9 @@ def _heads(shape: AttentionShape, like: Tensor) -> Tensor:
     length = len(like)
     if isinstance(shape, IdentityShape):
         return torch.eye(length, dtype=like.dtype, device=like.device)[None]
-    parts = BiasVectors.of(shape, length, like.device, like.dtype)
+    vectors = BiasVectors.of(shape, length, like.device, like.dtype)
     here = torch.arange(length, device=like.device)
-    bias, row_scale = parts.between(here, here)
+    bias, row_scale = vectors.between(here, here)
     if shape.causal:
         bias = bias.masked_fill(here[:, None] < here, -math.inf)
     return bias.softmax(-1) * row_scale[:, None]

@@ -363,7 +363,7 @@ class ReplayedStep:
         self.token = torch.zeros(batch, dtype=torch.long, device=keys.device)
         self.blocks = [FixedBlock(*pair, self.position) for pair in buffers]
         self.left = self.capacity - cache.length
-        self._read = model.prepare(self.capacity, keys)  # the model may replace what the graph reads
+        self._read = model.bias_vectors(self.capacity, keys)  # the model may replace what the graph reads
         self._replay = self._record(recorder or CudaRecorder())
 
     @torch.no_grad()

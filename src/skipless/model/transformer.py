@@ -11,9 +11,10 @@ from skipless.model.config import ModelConfig
 from skipless.model.kernel_maps import attention_shapes, mlp_gain
 from skipless.model.presets import configuration
 from skipless.nn import init
-from skipless.nn.attention import AttentionOptions, LayerCache, Positions, ShapedAttention
+from skipless.nn.attention import AttentionOptions, LayerCache, ShapedAttention
 from skipless.nn.block import MLP, Block
-from skipless.nn.position import Rotation
+from skipless.nn.position import Positions
+from skipless.ops.attention import Rotation
 from skipless.ops.bias import BiasVectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
@@ -87,13 +88,11 @@ class Transformer(nn.Module):
         if caches is not None and layout is None:
             _check_past(caches, past)
         x = self.embed(tokens)
-        if caches is None and x.is_cuda:
-            layout = next(self.each_block()).layers()[0].prepare(x, layout)
-        placement = self.placement(tokens, layout, past)
-        self.prepare(past + tokens.shape[1] if layout is None else layout.extent or tokens.shape[1], x)
+        layout = self.prepare(x, layout, past, cached=caches is not None)
+        positions = self.positions(tokens, layout, past)
         for index, block in enumerate(self.each_block()):
             cache = caches[index] if caches is not None else None
-            x = block(x, placement, cache) if self.recompute is None else self.recompute(block, x, placement, cache)
+            x = block(x, positions, cache) if self.recompute is None else self.recompute(block, x, positions, cache)
         return self.norm(x)
 
     def generate(self, prompt: str | Tensor, max_new_tokens: int = 100, **options: Any) -> Any:
@@ -107,14 +106,24 @@ class Transformer(nn.Module):
             return generate_text(self, prompt, max_new_tokens, **options)
         return generate(self, prompt, max_new_tokens, **options)
 
-    def prepare(self, length: int, like: Tensor) -> list[BiasVectors]:
-        """Build every block's shape parts for `length` locations, before any compiled region; cheap when they exist.
+    def prepare(self, x: Tensor, layout: Layout | None = None, past: int = 0, *, cached: bool = False) -> Layout | None:
+        """Build what compiled blocks cannot: every block's bias vectors, and what a GPU needs of the layout.
 
-        Blocks may replace them for another length: a CUDA graph that read them has to keep what is returned.
+        x (batch, T, width) follows `past` locations. Returns the layout to hand to the blocks; cheap when all exists.
+        """
+        if x.is_cuda and not cached:
+            layout = next(self.each_block()).layers()[0].prepare(x, layout)
+        self.bias_vectors(past + x.shape[1] if layout is None else layout.extent or x.shape[1], x)
+        return layout
+
+    def bias_vectors(self, length: int, like: Tensor) -> list[BiasVectors]:
+        """Every block's, for `length` locations and tensors `like` this.
+
+        Blocks may replace them for another length: a CUDA graph that reads them has to hold what is returned.
         """
         dtype = torch.promote_types(like.dtype, torch.float32)
         blocks = self.each_block()
-        return [block.layers()[0].parts(length, next(block.parameters()).device, dtype) for block in blocks]
+        return [block.layers()[0].bias(length, next(block.parameters()).device, dtype) for block in blocks]
 
     def compile_blocks(self) -> "Transformer":
         """Compile each block in place, with static shapes. All blocks of a network share one graph."""
@@ -131,7 +140,7 @@ class Transformer(nn.Module):
         rows = self.embedding(tokens)
         return rows * self.embedding_scale if self.embedding_scale != 1.0 else rows
 
-    def placement(self, tokens: Tensor, layout: Layout | None = None, past: int = 0) -> Positions:
+    def positions(self, tokens: Tensor, layout: Layout | None = None, past: int = 0) -> Positions:
         """What all blocks share about where the tokens stand."""
         if self.config.position != "rope":
             return Positions(layout)
@@ -189,7 +198,7 @@ def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions
 
 
 def _check_past(caches: Sequence[LayerCache], past: int) -> None:
-    """Caches that count what they hold must hold `past` locations: others would turn and weigh tokens out of place."""
+    """Caches that count what they hold must hold `past` locations: else tokens are rotated and weighed out of place."""
     held = getattr(caches[0], "length", past)
     if held != past:
         raise ValueError(f"past is {past} and the cache holds {held} locations: give past={held}, or use decode(…)")

@@ -5,8 +5,8 @@ from skipless import lazy
 __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {
-        "attention": ["AttentionOptions", "LayerCache", "Positions", "ShapedAttention"],
+        "attention": ["AttentionOptions", "LayerCache", "ShapedAttention"],
         "block": ["MLP", "Activation", "Block", "SubBlock"],
-        "position": ["RelativePosition", "Rotation"],
+        "position": ["Positions", "RelativePosition", "Rotation"],
     },
 )

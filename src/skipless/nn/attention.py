@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from skipless.nn import init
-from skipless.nn.position import RelativePosition, Rotation
+from skipless.nn.position import Positions, RelativePosition
 from skipless.ops import attention
-from skipless.ops.attention import shaped_attention
-from skipless.ops.bias import BiasVectors
-from skipless.ops.inputs import Request
+from skipless.ops.attention import Rotation, shaped_attention
+from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
-from skipless.ops.linear import applied, is_bare
+from skipless.ops.linear import joint_layers, project, project_jointly
 from skipless.theory.propagation import QueryKeyInit, ValueOutput
 from skipless.theory.shapes import AttentionShape, DenseShape, IdentityShape, PlainShape, RescaledShape
 
@@ -21,26 +20,11 @@ _SHORTEST_STORED = 512
 
 
 class LayerCache(Protocol):
-    """Keys and values of one block, kept between decoding steps."""
+    """Keys and values of one block, held between decoding steps."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Take the new ones and return all, (batch, kv_heads, T_k, head_width)."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class Positions:
-    """Where this forward's tokens stand: what attention of every block shares."""
-
-    layout: Layout | None = None
-    rotation: Rotation | None = None
-
-    def to(self, device: torch.device | str | int, **_) -> "Positions":
-        """On another device: a model spread over several calls this before each block."""
-        return Positions(
-            self.layout.to(device) if self.layout is not None else None,
-            self.rotation.to(device) if self.rotation is not None else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +65,7 @@ class ShapedAttention(nn.Module):
         if self.options.value_output == "identity" and kv_heads != heads:
             raise ValueError(
                 f"kv_heads={kv_heads} with value_output='identity': values are then all {heads} heads of the input, "
-                f"and the kernels of attention take as many key heads; use kv_heads={heads}"
+                f"and attention takes as many key heads; use kv_heads={heads}"
             )
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
         self.query = nn.Linear(width, heads * self.head_width, bias=False)
@@ -96,8 +80,8 @@ class ShapedAttention(nn.Module):
         self.bias_gain = nn.Parameter(torch.ones(heads)) if self.options.bias_gain else None
         relative = self.options.position == "relative"
         self.relative = RelativePosition(width, heads, self.head_width) if relative else None
-        self.joined: nn.Parameter | None = None
-        self._parts: BiasVectors | None = None
+        self.qkv_weight: nn.Parameter | None = None
+        self._bias: BiasVectors | None = None
 
     def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
         """Initialise all weights; query_key says how the query-key product starts at (or near) zero. Sec. 3.3.
@@ -118,172 +102,120 @@ class ShapedAttention(nn.Module):
         if self.relative is not None:
             self.relative.reset_parameters(key_gain)
 
-    def forward(self, x: Tensor, placement: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
         """x (batch, T, width). With a cache the T tokens follow those it holds."""
-        placement = placement or self._default_placement(x)
-        together = self._joined(x)
-        mixed = self._turned(x, together, placement) if together is not None and cache is None else None
-        if mixed is None:
-            mixed = self._mixed(x, together, placement, cache)
-        return applied(mixed.transpose(1, 2).flatten(2).to(x.dtype), self.output)[0]
-
-    def _mixed(self, x: Tensor, together: Tensor | None, placement: Positions, cache: LayerCache | None) -> Tensor:
-        """What the heads attend to, (batch, heads, T, head_width)."""
-        q, k, v = self._projected(x, together, placement)
-        keys, values = cache.append(k, v) if cache is not None else (k, v)
+        positions = positions or self._default_positions(x)
+        rotation = positions.rotation
+        q, k, v, qkv = self._project(x)
+        keys, values = k, v
+        if cache is not None:  # which holds rotated keys
+            q, k, rotation = *_rotated(q, k, rotation), None
+            keys, values = cache.append(k, v)
         mixed = shaped_attention(
             q,
             keys,
             values,
-            self._parts_for(x, keys, placement),
+            self._bias_for(x, keys, positions),
             impl=self.options.impl,
-            layout=placement.layout,
+            layout=positions.layout,
             bias_gain=self.bias_gain,
-            score_bias=self._relative_scores(q, keys, placement),
+            score_bias=self._relative_scores(q, keys, positions),
+            rotation=rotation,
+            qkv=qkv if self.value_gains is None else None,
         )
-        if self.value_gains is not None and self.attention_gains is not None:
-            own = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
-            mixed = self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
-        return mixed
+        mixed = self._with_own_values(mixed, v)
+        return project(mixed.transpose(1, 2).flatten(2).to(x.dtype), self.output)[0]
 
-    def _turned(self, x: Tensor, together: Tensor, placement: Positions) -> Tensor | None:
-        """The same by one operator that rotates, attends and gives the joined product's gradient; None where it cannot.
+    def inputs(self, x: Tensor, positions: Positions | None = None) -> AttentionInputs:
+        """What forward hands to shaped_attention for x, rotated, for those who look inside; nothing is attended."""
+        positions = positions or self._default_positions(x)
+        q, k, v, _ = self._project(x)
+        q, k = _rotated(q, k, positions.rotation)
+        scores = self._relative_scores(q, k, positions)
+        return AttentionInputs(q, k, v, self._bias_for(x, k, positions), positions.layout, self.bias_gain, scores)
 
-        It spares the backward pass the rotation's own gradient, and a concatenation.
+    def bias(self, length: int, device: torch.device, dtype: torch.dtype) -> BiasVectors:
+        """The shape's vectors for `length` locations: stored, and rebuilt for another device, dtype or longer input.
+
+        All blocks store vectors of one length, the next power of two, so that compiled blocks share a graph.
         """
-        rotation, gains = placement.rotation, (self.value_gains, self.bias_gain)
-        if rotation is None or self.relative is not None or any(gain is not None for gain in gains):
-            return None
-        q, k, v = self._by_head(x, together)
-        request = Request(q, k, v, self._parts_for(x, k, placement), placement.layout)
-        return attention.turned_attention(request, together, rotation.cos, rotation.sin, self.options.impl)
-
-    def request(self, x: Tensor, placement: Positions | None = None) -> Request:
-        """What forward asks of shaped_attention for x, for those who look inside; no cache, and nothing is attended."""
-        placement = placement or self._default_placement(x)
-        q, k, v = self._projected(x, self._joined(x), placement)
-        parts = self._parts_for(x, k, placement)
-        return Request(q, k, v, parts, placement.layout, self.bias_gain, self._relative_scores(q, k, placement))
-
-    def parts(self, length: int, device: torch.device, dtype: torch.dtype) -> BiasVectors:
-        """The shape's tensors for `length` locations: kept, and rebuilt when the device, dtype or length outgrows them.
-
-        Vectors are stored at one length for all blocks, the next power of two, so that compiled blocks share a graph.
-        """
-        kept = self._parts
-        if kept is None or kept.device != device or kept.dtype != dtype or not _serves(kept, length):
+        stored = self._bias
+        if stored is None or stored.device != device or stored.dtype != dtype or not _reaches(stored, length):
             shape = PlainShape(self.shape.causal) if isinstance(self.shape, IdentityShape) else self.shape
-            with torch.inference_mode(False):  # kept, and training may come after
-                self._parts = kept = _build_parts(shape, length, device, dtype)
-        return kept
-
-    @torch.no_grad()
-    def change_shape(self, shape: AttentionShape) -> None:
-        """Attend by another shape of the same kind from now on, the weights being what they are.
-
-        The tensors of the old one are overwritten where they lie: kernels and graphs that hold them see the change.
-        """
-        if type(shape) is not type(self.shape) or shape.causal != self.shape.causal:
-            raise ValueError(
-                f"the shape is a {_kind(self.shape)} and {_kind(shape)} would take its place; keep the kind"
-            )
-        self.shape, kept = shape, self._parts
-        if kept is None:
-            return
-        new = _build_parts(shape, kept.reach or _SHORTEST_STORED, kept.device, kept.dtype).tensors()
-        old = kept.tensors()
-        if {n: t.shape for n, t in new.items()} != {n: t.shape for n, t in old.items()}:
-            self._parts = None
-            return
-        for name, tensor in new.items():
-            old[name].copy_(tensor)
-
-    def _joined(self, x: Tensor) -> Tensor | None:
-        """x times several matrices as one product: in compiled training, where joining the weights costs nothing.
-
-        Modules in their place, or hooks on them, are called as they are.
-        """
-        layers = self.joined_layers()
-        plain = bool(layers) and all(is_bare(layer) for layer in layers)
-        if not (plain and torch.compiler.is_compiling() and torch.is_grad_enabled()):
-            return None
-        joined = torch.cat([layer.weight for layer in layers]) if self.joined is None else self.joined
-        return nn.functional.linear(x, joined)
-
-    def joined_layers(self) -> tuple[nn.Linear, ...]:
-        """Those whose products of one input may be one; where their matrices are kept side by side, in `joined`.
-
-        Queries, keys and values; or queries and keys, where values have no matrix, or one that alone is frozen or alone
-        is trained: one product of matrices of both kinds would compute gradients that nobody wants.
-        """
-        joined: list[nn.Linear] = []
-        for layer in (self.query, self.key, self.value):
-            if type(layer) is not nn.Linear or layer.weight.requires_grad != self.query.weight.requires_grad:
-                break
-            joined.append(layer)
-        return tuple(joined) if len(joined) > 1 else ()
-
-    def _by_head(self, x: Tensor, together: Tensor | None) -> tuple[Tensor, ...]:
-        """Queries, keys and values by head, as they lie in the joined product where there is one."""
-        layers = (self.query, self.key, self.value)
-        if together is None:
-            q, k, v = applied(x, *layers)
-        else:
-            widths = [layer.out_features for layer in self.joined_layers()]
-            q, k, *rest = together.split(widths, dim=-1)
-            v = rest[0] if rest else self.value(x)
-        # autocast has cast queries and keys, but not values that are the input itself
-        return self._split(q), self._split(k), self._split(v.to(k.dtype))
-
-    def _projected(self, x: Tensor, together: Tensor | None, placement: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values by head; the first two are rotated."""
-        q, k, v = self._by_head(x, together)
-        if placement.rotation is not None:
-            q, k = placement.rotation.rotate(q), placement.rotation.rotate(k)
-        return q, k, v
+            with torch.inference_mode(False):  # training may come after, with the same vectors
+                self._bias = stored = _build_bias(shape, length, device, dtype)
+        return stored
 
     def prepare(self, x: Tensor, layout: Layout | None) -> Layout | None:
         """What all blocks share of attention to x (batch, T, width), done once; returns the layout to hand them."""
         if self.relative is not None:
             return layout
         length = x.shape[1] if layout is None else layout.extent or x.shape[1]
-        parts = self.parts(length, x.device, torch.promote_types(x.dtype, torch.float32))
+        bias = self.bias(length, x.device, torch.promote_types(x.dtype, torch.float32))
         one = x.new_empty(1, 1, 1, 1)
         q, k = (one.expand(x.shape[0], heads, x.shape[1], self.head_width) for heads in (self.heads, self.kv_heads))
-        return attention.prepare(Request(q, k, k, parts, layout, self.bias_gain), self.options.impl)
+        return attention.prepare(AttentionInputs(q, k, k, bias, layout, self.bias_gain), self.options.impl)
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+    def qkv_layers(self) -> tuple[nn.Linear, ...]:
+        """The layers whose products of x may be one: queries, keys and, where they have such a matrix, values."""
+        return joint_layers(self.query, self.key, self.value)
 
-    def _default_placement(self, x: Tensor) -> Positions:
+    def set_qkv_weight(self, weight: nn.Parameter | None) -> None:
+        """Compute that one product with `weight`, the matrices of qkv_layers() one below the other, stored elsewhere.
+
+        It is not a parameter of this module. None: the layers' own matrices.
+        """
+        object.__setattr__(self, "qkv_weight", weight)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values by head; and the one product that they are slices of, where they are."""
+        layers = self.qkv_layers()
+        qkv = project_jointly(x, layers, self.qkv_weight)
+        if qkv is None:
+            q, k, v = project(x, self.query, self.key, self.value)
+        else:
+            q, k, *rest = qkv.split([layer.out_features for layer in layers], dim=-1)
+            v = rest[0] if rest else self.value(x)
+        # autocast has cast queries and keys, but not values that are the input itself
+        q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (q, k, v.to(k.dtype)))
+        return q, k, v, qkv
+
+    def _with_own_values(self, mixed: Tensor, v: Tensor) -> Tensor:
+        """Value-SkipInit's αV + β·mixed; for other shapes mixed as it is."""
+        if self.value_gains is None or self.attention_gains is None:
+            return mixed
+        own = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        return self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
+
+    def _default_positions(self, x: Tensor) -> Positions:
         if self.options.position != "rope":
             return Positions()
         locations = torch.arange(x.shape[1], device=x.device)[None]
         return Positions(rotation=Rotation.at(locations, self.head_width))
 
-    def _parts_for(self, x: Tensor, keys: Tensor, placement: Positions) -> BiasVectors:
-        extent = keys.shape[2] if placement.layout is None else placement.layout.extent or keys.shape[2]
-        return self.parts(extent, x.device, torch.promote_types(x.dtype, torch.float32))
+    def _bias_for(self, x: Tensor, keys: Tensor, positions: Positions) -> BiasVectors:
+        extent = keys.shape[2] if positions.layout is None else positions.layout.extent or keys.shape[2]
+        return self.bias(extent, x.device, torch.promote_types(x.dtype, torch.float32))
 
-    def _relative_scores(self, q: Tensor, keys: Tensor, placement: Positions) -> Tensor | None:
+    def _relative_scores(self, q: Tensor, keys: Tensor, positions: Positions) -> Tensor | None:
         if self.relative is None:
             return None
-        layout = placement.layout or Layout.continuing(keys.shape[2] - q.shape[2], q.shape[2], q.device)
+        layout = positions.layout or Layout.continuing(keys.shape[2] - q.shape[2], q.shape[2], q.device)
         return self.relative(q, keys, layout.query_locations, layout.key_locations)
 
 
-def _kind(shape: AttentionShape) -> str:
-    return f"{'causal' if shape.causal else 'non-causal'} {type(shape).__name__}"
+def _rotated(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+    return (q, k) if rotation is None else (rotation.rotate(q), rotation.rotate(k))
 
 
-def _serves(parts: BiasVectors, length: int) -> bool:
-    if parts.reach is None:
+def _reaches(bias: BiasVectors, length: int) -> bool:
+    if bias.reach is None:
         return True
-    return length == parts.reach if parts.exact_reach else length <= parts.reach
+    return length == bias.reach if bias.exact_reach else length <= bias.reach
 
 
-def _build_parts(shape: AttentionShape, length: int, device: torch.device, dtype: torch.dtype) -> BiasVectors:
-    """Parts for at least `length` locations, every vector written out to one stored length."""
+def _build_bias(shape: AttentionShape, length: int, device: torch.device, dtype: torch.dtype) -> BiasVectors:
+    """Vectors for at least `length` locations, all written out to one stored length."""
     if not shape.causal:
         return BiasVectors.of(shape, length, device, dtype)
     if isinstance(shape, DenseShape | RescaledShape):
@@ -291,6 +223,6 @@ def _build_parts(shape: AttentionShape, length: int, device: torch.device, dtype
         calibrated = len(shape.matrix if isinstance(shape, DenseShape) else shape.scales)
         return BiasVectors.of(shape, max(length, calibrated), device, dtype)
     stored = max(_SHORTEST_STORED, 2 ** (length - 1).bit_length())
-    parts = BiasVectors.of(shape, stored, device, dtype)
-    vectors = {name: t for name, t in parts.tensors().items() if name != "slope" and 1 < len(t) < stored}
-    return parts.with_tensors(**{n: torch.cat([t, t[-1:].expand(stored - len(t))]) for n, t in vectors.items()})
+    bias = BiasVectors.of(shape, stored, device, dtype)
+    vectors = {name: t for name, t in bias.tensors().items() if name != "slope" and 1 < len(t) < stored}
+    return bias.with_tensors(**{n: torch.cat([t, t[-1:].expand(stored - len(t))]) for n, t in vectors.items()})

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from skipless.nn import init
-from skipless.nn.attention import LayerCache, Positions, ShapedAttention
-from skipless.ops.activation import biased_activation, kernel_serves, shaped_activation
-from skipless.ops.linear import applied, is_bare
+from skipless.nn.attention import LayerCache, ShapedAttention
+from skipless.nn.position import Positions
+from skipless.ops.activation import biased_activation, kernel_supports, shaped_activation
+from skipless.ops.linear import has_hooks, project
 from skipless.ops.precision import product_dtype
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, Skip
@@ -68,18 +69,18 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self._fuses(x):
-            (hidden,) = applied(x, self.up)
-            return applied(self.activation(hidden), self.down)[0]
+            (hidden,) = project(x, self.up)
+            return project(self.activation(hidden), self.down)[0]
         product = nn.functional.linear(x, self.up.weight)
         return self.down(biased_activation(product, self.up.bias, self.activation.spec))
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether b₁ and φ̂ are one kernel on x; modules in their place, or hooks on them, are called as they are."""
+        """Whether b₁ and φ̂ are one kernel on x; other modules, and ones with hooks, are called as they are."""
         up, activation = self.up, self.activation
         if type(up) is not nn.Linear or type(activation) is not Activation or x.numel() < _FEWEST_ROWS * x.shape[-1]:
             return False
-        served = kernel_serves(x.device, product_dtype(x), up.out_features, activation.spec)
-        return served and is_bare(up) and is_bare(activation)
+        fused = kernel_supports(x.device, product_dtype(x), up.out_features, activation.spec)
+        return fused and not has_hooks(up) and not has_hooks(activation)
 
 
 class SubBlock(nn.Module):
@@ -91,7 +92,7 @@ class SubBlock(nn.Module):
     def __init__(self, inner: nn.Module, width: int, skip: Skip, norm: NormPlacement):
         super().__init__()
         self.inner = inner
-        self.shortcut, self.placement = skip.shortcut, norm
+        self.shortcut, self.norm_position = skip.shortcut, norm
         self.norm = nn.RMSNorm(width, eps=1e-6) if norm != "none" else nn.Identity()
         self.residual = nn.Parameter(torch.tensor(float(skip.residual))) if skip.trainable else skip.residual
         self.initial_residual = skip.residual
@@ -103,21 +104,15 @@ class SubBlock(nn.Module):
         if isinstance(self.residual, nn.Parameter):
             nn.init.constant_(self.residual, self.initial_residual)
 
-    def set_skip(self, skip: Skip) -> None:
-        """Other weights α and β from now on, neither of them trained."""
-        if isinstance(self.residual, nn.Parameter) or skip.trainable:
-            raise ValueError("β is trained here; a skip that is set from outside needs trainable=False")
-        self.shortcut, self.residual, self.initial_residual = skip.shortcut, skip.residual, skip.residual
-
     def forward(self, x: Tensor, *args) -> Tensor:
-        branch = self.inner(self.norm(x) if self.placement == "pre" else x, *args)
+        branch = self.inner(self.norm(x) if self.norm_position == "pre" else x, *args)
         if isinstance(self.residual, nn.Parameter) or self.residual != 1.0:
             branch = branch * self.residual
         if self.shortcut == 1.0:
             branch = x + branch
         elif self.shortcut != 0.0:
             branch = self.shortcut * x + branch
-        return self.norm(branch) if self.placement == "post" else branch
+        return self.norm(branch) if self.norm_position == "post" else branch
 
 
 class Block(nn.Module):
@@ -145,6 +140,6 @@ class Block(nn.Module):
         """What the sub-blocks wrap."""
         return cast(ShapedAttention, self.attention.inner), cast(MLP, self.mlp.inner) if self.mlp is not None else None
 
-    def forward(self, x: Tensor, placement: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
-        x = self.attention(x, placement, cache)
+    def forward(self, x: Tensor, positions: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
+        x = self.attention(x, positions, cache)
         return self.mlp(x) if self.mlp is not None else x

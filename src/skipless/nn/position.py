@@ -1,39 +1,31 @@
-"""Positions inside the query-key product: rotary (default) and Transformer-XL relative. App. E.
+"""Where tokens stand, as attention of every block sees it; and Transformer-XL's relative positions. App. E.
 
-ALiBi is not here: its bias is an AttentionShape (StandardAttention(alibi_heads=…)).
+Rotary positions, the default, are ops.attention.Rotation. ALiBi is an AttentionShape: StandardAttention(alibi_heads=…).
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from skipless.nn import init
+from skipless.ops.attention import Rotation
+from skipless.ops.layout import Layout
 
 
-class Rotation:
-    """cos and sin of every location's angles, (batch or 1, 1, T, head_width/2), computed once per forward."""
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Where this forward's tokens stand: what attention of every block shares."""
 
-    def __init__(self, cos: Tensor, sin: Tensor):
-        self.cos, self.sin = cos, sin
+    layout: Layout | None = None
+    rotation: Rotation | None = None
 
-    @classmethod
-    def at(cls, locations: Tensor, head_width: int, base: float = 10_000.0) -> "Rotation":
-        """Angles location·base^{−2k/head_width}. Su et al. 2021. In float32: bfloat16 cannot count past 256."""
-        if head_width % 2:
-            raise ValueError(f"head_width is {head_width}; rotary positions need an even one: use {head_width + 1}")
-        pair = torch.arange(0, head_width, 2, device=locations.device, dtype=torch.float32)
-        angle = locations[:, None, :, None].float() * base ** (-pair / head_width)
-        return cls(angle.cos(), angle.sin())
-
-    def to(self, device: torch.device | str | int) -> "Rotation":
-        """On another device; itself where it is there already."""
-        cos = self.cos.to(device)
-        return self if cos is self.cos else Rotation(cos, self.sin.to(device))
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the pairs (k, k + head_width/2) of x (batch, heads, T, head_width)."""
-        first, second = x.float().chunk(2, dim=-1) if x.dtype != torch.float64 else x.chunk(2, dim=-1)
-        turned = torch.cat([first * self.cos - second * self.sin, first * self.sin + second * self.cos], dim=-1)
-        return turned.to(x.dtype)
+    def to(self, device: torch.device | str | int, **_) -> "Positions":
+        """On another device: a model spread over several calls this before each block."""
+        return Positions(
+            self.layout.to(device) if self.layout is not None else None,
+            self.rotation.to(device) if self.rotation is not None else None,
+        )
 
 
 class RelativePosition(nn.Module):

@@ -5,8 +5,8 @@ from skipless import lazy
 __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {
-        "attention": ["shaped_attention"],
-        "bias": ["BiasVectors"],
+        "attention": ["Rotation", "shaped_attention"],
+        "bias": ["AttentionInputs", "BiasVectors"],
         "cross_entropy": ["linear_cross_entropy"],
         "layout": ["Layout"],
     },

@@ -41,18 +41,18 @@ def biased_activation(x: Tensor, bias: Tensor | None, spec: ShapedActivation) ->
     """φ̂(x + bias) in x's dtype; x (…, n), bias (n,) of any floating dtype.
 
     The kernel works in float32 between x and the result, and reads and writes no more than those; its backward pass
-    sums the gradient of the bias on the way. The exact GELU on a GPU in half precision takes it: see `kernel_serves`.
+    sums the gradient of the bias on the way. The exact GELU on a GPU in half precision takes it: see `kernel_supports`.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
         raise ValueError(f"bias is shaped {tuple(bias.shape)} and x {tuple(x.shape)}; bias must be (n,) for x (…, n)")
-    if not kernel_serves(x.device, x.dtype, x.shape[-1], spec):
+    if not kernel_supports(x.device, x.dtype, x.shape[-1], spec):
         return plain_biased_activation(x, bias, spec)
     from skipless.ops.gpu.activation import biased_gelu
 
     return biased_gelu(x, bias, spec.input_scale, spec.input_shift, spec.output_shift, spec.output_scale)
 
 
-def kernel_serves(device: torch.device, dtype: torch.dtype, n: int, spec: ShapedActivation) -> bool:
+def kernel_supports(device: torch.device, dtype: torch.dtype, n: int, spec: ShapedActivation) -> bool:
     """Whether biased_activation of such an x (…, n) is the fused kernel."""
     possible = device.type == "cuda" and torch.version.hip is None and gpu.INSTALLED
     return possible and dtype in _HALF and spec.base == "gelu" and n > 0 and n % _ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""shaped_attention: softmax attention that starts from a given attention matrix. Semantics and dispatch."""
+"""shaped_attention: softmax attention that starts from a given attention matrix. Semantics, and which code runs it."""
 
 import logging
 from collections.abc import Callable
@@ -8,10 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skipless.ops import flex, gpu, reference, sdpa
-from skipless.ops.bias import BiasVectors
-from skipless.ops.inputs import Request
-from skipless.ops.layout import Layout
+from skipless.ops import flex, gpu, reference
+from skipless.ops.bias import AttentionInputs, BiasVectors
+from skipless.ops.layout import Layout, kernel_layout, kernel_sides
 from skipless.theory.shapes import AttentionShape
 
 logger = logging.getLogger("skipless")
@@ -19,34 +18,34 @@ logger = logging.getLogger("skipless")
 Impl = Literal["auto", "reference", "sdpa", "flex", "triton"]
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """attend computes a checked Request; refusal says in words why it cannot, or None.
+class Rotation:
+    """Rotary positions: cos and sin of every location's angles, (batch or 1, 1, T, head_width/2), once per forward."""
 
-    prepare does what all blocks of a network share, for one block's request, and returns the layout for all.
-    """
+    def __init__(self, cos: Tensor, sin: Tensor):
+        self.cos, self.sin = cos, sin
 
-    attend: Callable[[Request], Tensor]
-    refusal: Callable[[Request], str | None]
-    prepare: Callable[[Request], Layout | None] = lambda request: request.layout
+    @classmethod
+    def at(cls, locations: Tensor, head_width: int, base: float = 10_000.0) -> "Rotation":
+        """Angles location·base^{−2k/head_width}. Su et al. 2021. In float32: bfloat16 cannot count past 256."""
+        if head_width % 2:
+            raise ValueError(f"head_width is {head_width}; rotary positions need an even one: use {head_width + 1}")
+        pair = torch.arange(0, head_width, 2, device=locations.device, dtype=torch.float32)
+        angle = locations[:, None, :, None].float() * base ** (-pair / head_width)
+        return cls(angle.cos(), angle.sin())
+
+    def to(self, device: torch.device | str | int) -> "Rotation":
+        """On another device; itself where it is there already."""
+        cos = self.cos.to(device)
+        return self if cos is self.cos else Rotation(cos, self.sin.to(device))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate the pairs (k, k + head_width/2) of x (batch, heads, T, head_width)."""
+        first, second = x.float().chunk(2, dim=-1) if x.dtype != torch.float64 else x.chunk(2, dim=-1)
+        rotated = torch.cat([first * self.cos - second * self.sin, first * self.sin + second * self.cos], dim=-1)
+        return rotated.to(x.dtype)
 
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": Implementation(reference.attend, reference.refusal),
-    "sdpa": Implementation(sdpa.attend, sdpa.refusal),
-    "flex": Implementation(flex.attend, flex.refusal, flex.prepare),
-    "triton": Implementation(gpu.attend, gpu.refusal, gpu.prepare),
-}
-
-# "auto" on a CPU: up to this many keys a dense bias (64 MB in float32) is quicker than compiling a kernel.
-_DENSE_KEYS = 4096
-# "auto": up to this many queries is decoding, where flex would compile anew for every length.
-_DECODING_QUERIES = 16
-
-_announced: set[tuple[str, str]] = set()
-
-
-def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four options: one call is one formula)
+def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the options: one call is one formula)
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -56,6 +55,8 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
     layout: Layout | None = None,
     bias_gain: Tensor | float | None = None,
     score_bias: Tensor | None = None,
+    rotation: Rotation | None = None,
+    qkv: Tensor | None = None,
 ) -> Tensor:
     """D·softmax(mask(q kᵀ/√head_width + g·B + score_bias))·v, with A = D·softmax(B) the shape's attention matrix.
 
@@ -63,14 +64,17 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
 
     q: (batch, heads, T_q, head_width). k, v: (batch, kv_heads, T_k, head_width); heads is a multiple of kv_heads, and
         consecutive query heads share one (grouped queries). One dtype, which is also the output's.
-    shape: an AttentionShape, whose O(T) parts are then built on every call, or the BiasVectors that a module keeps.
+    shape: an AttentionShape, whose O(T) vectors are then built on every call, or the BiasVectors that a module holds.
     layout: where queries and keys stand; None means keys at 0 … T_k−1 and queries at the last T_q of them, so decoding
         against a cache needs none. Padding queries give 0.
     bias_gain: g, one number or one per head; it may require a gradient. D does not follow it.
     score_bias: a dense term that broadcasts to (batch, heads, T_q, T_k), for positions encoded in the scores.
+    rotation: rotary positions; q and k are rotated first.
+    qkv: the product (batch, T, features) that q, k and v, or q and k alone, are slices of, in this order. The GPU
+        kernels then rotate by themselves and give its gradient at once: see `rotary_attention`.
     impl: "reference" (dense, the definition), "sdpa" (torch's fused kernel with a dense bias), "flex" (FlexAttention,
-        no T×T tensor), "triton" (kernels of our own; T×T only in gradients of short rows, 512 MiB at most), or "auto",
-        which logs its choice and reason under "skipless". An explicit impl that cannot run raises RuntimeError.
+        no T×T tensor), "triton" (GPU kernels of our own; T×T only in gradients of short rows, 512 MiB at most), or
+        "auto", which logs its choice and reason under "skipless". An impl that cannot run this raises RuntimeError.
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
@@ -80,61 +84,164 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and four optio
         shape = BiasVectors.of(shape, extent, q.device, dtype)
     if isinstance(bias_gain, int | float):
         bias_gain = torch.tensor(float(bias_gain), device=q.device, dtype=dtype)
-    request = Request(q, k, v, shape, layout, bias_gain, score_bias).check()
+    inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias).check()
     with torch.autocast(q.device.type, enabled=False):
-        return _implementation(impl, request).attend(request)
+        if rotation is not None:
+            if qkv is not None and (out := rotary_attention(inputs, qkv, rotation, impl)) is not None:
+                return out
+            q, k = rotation.rotate(q), rotation.rotate(k)
+            inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias)
+        return _implementation(impl, inputs).attend(inputs)
 
 
-def turned_attention(request: Request, together: Tensor, cos: Tensor, sin: Tensor, impl: str) -> Tensor | None:
-    """shaped_attention(rotated q, rotated k, v, …) by one operator, whose gradient is that of `together` at once.
+def rotary_attention(inputs: AttentionInputs, qkv: Tensor, rotation: Rotation, impl: str) -> Tensor | None:
+    """shaped_attention(rotated q, rotated k, v, …) by one operator, whose gradient is that of `qkv` at once.
 
-    The request's q, k and v are the parts of together (batch, T, features), in this order and not rotated; or q and k
-    alone are, and v is a tensor of its own. cos and sin: (batch or 1, 1, T, head_width/2). None where `impl` means
-    other kernels than "triton", or those refuse this.
+    It spares the backward pass the rotation's own gradient, and a concatenation. The inputs' q, k and v are slices of
+    qkv (batch, T, features), in this order and not rotated; or q and k alone are, and v is a tensor of its own.
+    None where `impl` means other code than the GPU kernels, or those cannot run this.
     """
-    batch, _, length, width = request.check().q.shape
+    cos, sin = rotation.cos, rotation.sin
+    batch, heads, length, width = inputs.q.shape
     fits = cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1:] == (1, length, width // 2)
-    name = choose(request)[0] if impl == "auto" else impl
-    if not fits or name != "triton" or gpu.refusal(request) is not None:
+    name = choose(inputs)[0] if impl == "auto" else impl
+    if not fits or name != "triton" or why_not_triton(inputs) is not None:
         return None
-    with torch.autocast(together.device.type, enabled=False):
-        return gpu.attend_turned(request, together, cos, sin)
+    from skipless.ops.gpu import rotary
+
+    kv_heads = inputs.k.shape[1]
+    values = inputs.v if qkv.shape[2] == (heads + kv_heads) * width else None
+    bias, layout = inputs.bias.for_kernels(), _layout_for_kernels(inputs)
+    return rotary.rotary_attention(qkv, values, cos, sin, heads, kv_heads, *bias, layout, inputs.bias.causal)[0]
 
 
-def _implementation(impl: str, request: Request) -> Implementation:
-    """The one that was asked for, if it can run this; or what "auto" chooses."""
-    if impl == "auto":
-        return IMPLEMENTATIONS[_announce(*choose(request))]
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl is {impl!r}; use 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    if why := IMPLEMENTATIONS[impl].refusal(request):
-        raise RuntimeError(f"impl={impl!r} cannot run this: {why}; use impl={choose(request)[0]!r}")
-    return IMPLEMENTATIONS[impl]
+def attend_by_triton(inputs: AttentionInputs) -> Tensor:
+    """By GPU kernels of our own, in O(T) memory beside q, k, v and the output: one number per query, and the vectors.
+
+    Its gradients take up to launch.SAVED_SCORES_BYTES besides, for those of the scores.
+    """
+    from skipless.ops.gpu import decode, launch
+
+    q, k, v, bias, causal = inputs.q, inputs.k, inputs.v, inputs.bias.for_kernels(), inputs.bias.causal
+    if is_decoding(inputs) and q.stride(3) == k.stride(3) == v.stride(3) == 1:
+        any_layout = inputs.layout is not None and not inputs.in_order
+        sides = [*kernel_sides(inputs.layout, q.shape[0])] if any_layout else []
+        return decode.shaped_decoding(q, k, v, *bias, sides, causal)
+    return launch.shaped_attention(q, k, v, *bias, _layout_for_kernels(inputs), causal)[0]
 
 
-def prepare(request: Request, impl: str) -> Layout | None:
-    """Do once what every block of a network would do for this request, outside what is compiled; the layout to use."""
-    name = choose(request)[0] if impl == "auto" else impl
-    return IMPLEMENTATIONS[name].prepare(request) if name in IMPLEMENTATIONS else request.layout
+def is_decoding(inputs: AttentionInputs) -> bool:
+    """Whether these are few queries of which no gradient is asked: their rows must fit one tile of a GPU kernel."""
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    return not inputs.needs_grad and queries * inputs.groups <= _DECODING_ROWS and queries < keys
 
 
-def choose(request: Request) -> tuple[str, str]:
+def why_not_triton(inputs: AttentionInputs) -> str | None:
+    """Why the GPU kernels cannot run this, or None."""
+    q = inputs.q
+    if inputs.score_bias is not None:
+        return "score_bias is a dense T×T term, which the GPU kernels are there to avoid"
+    if inputs.bias.table is not None:
+        return "this shape is a dense table, and the GPU kernels compute the bias from O(T) vectors"
+    if inputs.bias_gain is not None:
+        return "bias_gain would need a gradient of its own, which the GPU kernels do not form"
+    if q.dtype == torch.float64:
+        return "the GPU kernels take float32, bfloat16 and float16, and q is float64"
+    if q.shape[3] not in _HEAD_WIDTHS:
+        return f"head_width is {q.shape[3]}, and the GPU kernels take {', '.join(map(str, _HEAD_WIDTHS))}"
+    if not gpu.INSTALLED:
+        return "the package triton is not installed; it comes with torch's CUDA builds"
+    if not (q.is_cuda or _interpreted()):
+        return f"q is on {q.device.type}; on a CPU the GPU kernels run only under TRITON_INTERPRET=1, to be tested"
+    if not q.is_cuda and q.dtype == torch.bfloat16:
+        return "Triton's interpreter does not multiply in bfloat16, and gives wrong numbers"
+    return None
+
+
+def prepare_triton(inputs: AttentionInputs) -> Layout | None:
+    """Find what each block of a layout sees now, for all blocks of a network to share."""
+    _layout_for_kernels(inputs)
+    return inputs.layout
+
+
+def _layout_for_kernels(inputs: AttentionInputs) -> list[Tensor]:
+    """The fields of a KernelLayout, none where locations are in order."""
+    if inputs.layout is None or inputs.in_order:
+        return []
+    return list(kernel_layout(inputs.layout, inputs.q.shape[0], inputs.bias.causal))
+
+
+def _interpreted() -> bool:
+    from skipless.ops.gpu.attention import forward
+
+    return type(forward).__name__ == "InterpretedFunction"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """attend computes checked inputs; why_not says in words why it cannot, or None.
+
+    prepare does what all blocks of a network share, for one block's inputs, and returns the layout for all.
+    """
+
+    attend: Callable[[AttentionInputs], Tensor]
+    why_not: Callable[[AttentionInputs], str | None] = lambda inputs: None
+    prepare: Callable[[AttentionInputs], Layout | None] = lambda inputs: inputs.layout
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(reference.attend),
+    "sdpa": Implementation(reference.attend_by_sdpa),
+    "flex": Implementation(flex.attend, flex.why_not, flex.prepare),
+    "triton": Implementation(attend_by_triton, why_not_triton, prepare_triton),
+}
+
+_HEAD_WIDTHS = (16, 32, 64, 128, 256)  # of the GPU kernels
+_DECODING_ROWS = 64  # queries times query heads that share a key head: a tile of the GPU kernel for decoding
+# "auto" on a CPU: up to this many keys a dense bias (64 MB in float32) is quicker than compiling.
+_DENSE_KEYS = 4096
+# "auto": up to this many queries is decoding, where flex would compile anew for every length.
+_DECODING_QUERIES = 16
+
+_announced: set[tuple[str, str]] = set()
+
+
+def prepare(inputs: AttentionInputs, impl: str) -> Layout | None:
+    """Do once what every block of a network would do for these inputs, outside what is compiled; the layout to use."""
+    name = choose(inputs)[0] if impl == "auto" else impl
+    return IMPLEMENTATIONS[name].prepare(inputs) if name in IMPLEMENTATIONS else inputs.layout
+
+
+def choose(inputs: AttentionInputs) -> tuple[str, str]:
     """What impl="auto" runs, and why."""
-    queries, keys = request.q.shape[2], request.k.shape[2]
-    if request.q.is_cuda and not sdpa.needs_no_bias(request):
-        if (why := gpu.refusal(request)) is None:
-            return "triton", "on a GPU the fused kernels are the fastest, and their memory grows with T"
-        if queries > _DECODING_QUERIES and flex.refusal(request) is None:
-            return "flex", f"triton cannot: {why}"
-    if (why := flex.refusal(request)) is not None:
-        return "sdpa", f"flex cannot: {why}"
-    if sdpa.needs_no_bias(request):
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    if reference.needs_no_bias(inputs):
         return "sdpa", "plain attention needs no bias, so torch's own kernels run it as they are"
-    if request.q.is_cuda or queries <= _DECODING_QUERIES < keys:
+    if inputs.q.is_cuda:
+        if (why := why_not_triton(inputs)) is None:
+            return "triton", "on a GPU the fused kernels are the fastest, and their memory grows with T"
+        if (why_flex := flex.why_not(inputs)) is not None:
+            return "sdpa", f"flex cannot: {why_flex}"
+        if queries > _DECODING_QUERIES:
+            return "flex", f"triton cannot: {why}"
+    if inputs.q.is_cuda or queries <= _DECODING_QUERIES < keys:
         return "sdpa", f"at most {_DECODING_QUERIES} queries (decoding): a dense bias is small"
     if keys <= _DENSE_KEYS:
         return "sdpa", f"on a CPU a dense bias of at most {_DENSE_KEYS} keys is quicker than compiling"
+    if (why := flex.why_not(inputs)) is not None:
+        return "sdpa", f"flex cannot: {why}"
     return "flex", f"no T×T tensor for more than {_DENSE_KEYS} keys"
+
+
+def _implementation(impl: str, inputs: AttentionInputs) -> Implementation:
+    """The one that was asked for, if it can run this; or what "auto" chooses."""
+    if impl == "auto":
+        return IMPLEMENTATIONS[_announce(*choose(inputs))]
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}; use 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    if why := IMPLEMENTATIONS[impl].why_not(inputs):
+        raise RuntimeError(f"impl={impl!r} cannot run this: {why}; use impl={choose(inputs)[0]!r}")
+    return IMPLEMENTATIONS[impl]
 
 
 def _announce(name: str, reason: str) -> str:

@@ -1,11 +1,13 @@
-"""BiasVectors: the scalars and O(T) vectors of an AttentionShape as tensors, ready for an attention kernel."""
+"""What attention computes from: BiasVectors, an AttentionShape as tensors, and AttentionInputs, one checked call."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from skipless.ops.layout import Layout
 from skipless.theory import shapes
 from skipless.theory.shapes import (
     AlibiShape,
@@ -19,11 +21,12 @@ from skipless.theory.shapes import (
 
 _VECTORS = ("column", "diagonal", "row_scale")
 _TENSORS = ("slope", *_VECTORS, "row", "table")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class BiasVectors:
-    """What a kernel reads of an AttentionShape A = D·softmax(B): the torch counterpart of theory's CompactBias.
+    """What attention reads of an AttentionShape A = D·softmax(B): the torch counterpart of theory's CompactBias.
 
         B_ij = logaddexp(column_j − slope·|i−j|, row_i)  (i ≠ j),     B_ii = diagonal_i,     D_i = row_scale_i,
 
@@ -34,11 +37,11 @@ class BiasVectors:
     `of` writes every vector out to `length` entries, so that all blocks of a network have tensors of one size and share
     a compiled graph.
 
-    reach is how many locations the parts are right for, None for any number; where exact_reach is set the shape depends
-    on the length, and serves sequences of `reach` locations only. plain says that B is 0 and D is 1 everywhere.
+    reach is how many locations the vectors are right for, None for any number. Where exact_reach is set the shape
+    depends on the length, and is right for sequences of `reach` locations only. plain says that B is 0 and D is 1.
 
     The tensors are float32 or float64 whatever the dtype of q: in bfloat16 they would move B by up to 6e-2. A module
-    that registers them as buffers must keep `.to(bfloat16)` away from them, and rebuilds the parts by `with_tensors`.
+    that registers them as buffers must keep `.to(bfloat16)` away from them, and puts them back by `with_tensors`.
     """
 
     slope: Tensor
@@ -60,9 +63,9 @@ class BiasVectors:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> "BiasVectors":
-        """The parts of `shape` for sequences up to `length` (exactly `length` for a non-causal SPA shape)."""
+        """The vectors of `shape` for sequences up to `length` (exactly `length` for a non-causal SPA shape)."""
         if dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"dtype is {dtype}; the parts of a shape are kept in torch.float32 or torch.float64")
+            raise ValueError(f"dtype is {dtype}; the vectors of a shape are in torch.float32 or torch.float64")
         if isinstance(shape, IdentityShape):
             raise ValueError(
                 "IdentityShape has no finite bias, so no softmax attends by it; Value-SkipInit realises it by gains, "
@@ -112,12 +115,19 @@ class BiasVectors:
         return {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
 
     def with_tensors(self, **tensors: Tensor) -> "BiasVectors":
-        """The same parts around other tensors: what a module builds from its buffers on each forward."""
+        """The same around other tensors: what a module builds from its buffers on each forward."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "BiasVectors":
-        """The parts on another device or, for float32 and float64, in another dtype."""
+        """On another device or, for float32 and float64, in another dtype."""
         return self.with_tensors(**{name: t.to(device=device, dtype=dtype) for name, t in self.tensors().items()})
+
+    def for_kernels(self) -> "KernelBias":
+        """What the GPU kernels read, in the order of their operators' arguments; a shape with a table has none."""
+        slope, column, diagonal, row_scale = (
+            t.contiguous() for t in (self.slope, self.column, self.diagonal, self.row_scale)
+        )
+        return KernelBias(slope, column, diagonal, row_scale, self.row)
 
     def between(self, query_locations: Tensor, key_locations: Tensor) -> tuple[Tensor, Tensor]:
         """(bias, row_scale) between locations (…, T_q) and (…, T_k), by the definition: (…, 1 or heads, T_q, T_k) and
@@ -131,6 +141,16 @@ class BiasVectors:
             bias = torch.logaddexp(bias, take(self.row, query_locations)[..., None, :, None])
         own = take(self.diagonal, query_locations)[..., None, :, None]
         return torch.where(distance == 0, own, bias), row_scale
+
+
+class KernelBias(NamedTuple):
+    """BiasVectors for the GPU kernels, which read these names: see the head of ops/gpu/attention.py."""
+
+    slope: Tensor
+    column: Tensor
+    diagonal: Tensor
+    row_scale: Tensor
+    row: Tensor | None = None
 
 
 def take(vector: Tensor, locations: Tensor) -> Tensor:
@@ -152,3 +172,154 @@ def _is_table(shape: AttentionShape) -> bool:
 
 def _tensor(array: np.ndarray, device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(array, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """One call of shaped_attention as every implementation receives it, after `check`.
+
+    q, k, v are (batch, heads, length, head_width). bias_gain is None, a 0-d tensor or one number per query head.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: BiasVectors
+    layout: Layout | None = None
+    bias_gain: Tensor | None = None
+    score_bias: Tensor | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of scores, bias and softmax: float32 for half-precision q, else q's own."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    @property
+    def needs_grad(self) -> bool:
+        tensors = (self.q, self.k, self.v, self.bias_gain, self.score_bias)
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether keys stand at 0 … T_k−1 and queries at the last T_q of them: no layout, or one that says as much."""
+        return self.layout is None or self.layout.past is not None
+
+    def effective_layout(self) -> Layout:
+        """The layout, or what None means: keys at 0 … T_k−1, queries at the last T_q of them."""
+        if self.layout is not None:
+            return self.layout
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        return Layout.continuing(keys - queries, queries, self.q.device)
+
+    def check(self) -> "AttentionInputs":
+        """Itself, or the ValueError that says what is wrong."""
+        _check_tensors(self.q, self.k, self.v)
+        _check_bias(self)
+        if self.layout is not None:
+            _check_layout(self, self.layout)
+        elif self.q.shape[2] > self.k.shape[2]:
+            raise ValueError(
+                f"there are {self.q.shape[2]} queries and {self.k.shape[2]} keys; without a layout the queries are the "
+                f"last of the keys' locations: give at most {self.k.shape[2]} queries, or a Layout"
+            )
+        _check_terms(self)
+        return self
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    seen = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        raise ValueError(f"got {seen}; all three must be (batch, heads, length, head_width)")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"got {seen}; k and v must have one shape, and share batch and head_width with q")
+    if min(*q.shape, *k.shape) < 1:
+        raise ValueError(f"got {seen}; no dimension may be empty")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} heads and k {k.shape[1]}; query heads must be a multiple of key heads: "
+            f"use {q.shape[1] // k.shape[1] * k.shape[1] or k.shape[1]} query heads"
+        )
+    if not (q.dtype == k.dtype == v.dtype):
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype first")
+    if q.dtype not in _DTYPES:
+        raise ValueError(
+            f"q is {q.dtype}; attention runs in {', '.join(str(d).removeprefix('torch.') for d in _DTYPES)}"
+        )
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+
+
+def _check_bias(inputs: AttentionInputs) -> None:
+    bias, q = inputs.bias, inputs.q
+    if bias.device != q.device:
+        raise ValueError(
+            f"the shape's vectors are on {bias.device} and q on {q.device}; use BiasVectors.to({str(q.device)!r})"
+        )
+    for name, tensor in bias.tensors().items():
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} of the shape is {tensor.dtype}, which moves the bias by up to 6e-2; keep it in float32 "
+                "(module.to(bfloat16) casts buffers too: restore them afterwards)"
+            )
+    if bias.slope.numel() not in (1, q.shape[1]):
+        raise ValueError(
+            f"the shape has {bias.slope.numel()} slopes and q {q.shape[1]} heads; build it with heads={q.shape[1]}"
+        )
+    _check_reach(inputs)
+
+
+def _check_reach(inputs: AttentionInputs) -> None:
+    bias, keys = inputs.bias, inputs.k.shape[2]
+    if bias.reach is None:
+        return
+    if bias.exact_reach and not (inputs.in_order and inputs.q.shape[2] == keys == bias.reach):
+        layout = "no layout" if inputs.in_order else "a layout"
+        raise ValueError(
+            f"{inputs.q.shape[2]} queries and {keys} keys with {layout}, but this non-causal shape depends on the "
+            f"length: it is right for whole sequences of {bias.reach} without a layout; build it with length={keys}"
+        )
+    needed = keys if inputs.layout is None or inputs.layout.extent is None else inputs.layout.extent
+    if needed > bias.reach:
+        raise ValueError(
+            f"locations reach {needed}, but the shape's vectors were built for {bias.reach}; "
+            f"use BiasVectors.of(shape, {needed})"
+        )
+
+
+def _check_layout(inputs: AttentionInputs, layout: Layout) -> None:
+    for side, locations, tensor in (
+        ("query", layout.query_locations, inputs.q),
+        ("key", layout.key_locations, inputs.k),
+    ):
+        batch, length = tensor.shape[0], tensor.shape[2]
+        if locations.shape[0] not in (1, batch) or locations.shape[1] != length:
+            raise ValueError(
+                f"the layout's {side}_locations are shaped {tuple(locations.shape)}; with {side} tensors "
+                f"{tuple(tensor.shape)} they must be ({batch}, {length}) or (1, {length})"
+            )
+        if locations.device != tensor.device:
+            raise ValueError(
+                f"the layout is on {locations.device} and q on {tensor.device}; build it on {tensor.device}"
+            )
+
+
+def _check_terms(inputs: AttentionInputs) -> None:
+    gain, bias, heads = inputs.bias_gain, inputs.score_bias, inputs.q.shape[1]
+    if gain is not None and gain.shape not in ((), (1,), (heads,)):
+        raise ValueError(f"bias_gain is shaped {tuple(gain.shape)}; use one number, or one per head: ({heads},)")
+    if bias is None:
+        return
+    full = (inputs.q.shape[0], heads, inputs.q.shape[2], inputs.k.shape[2])
+    if bias.dim() > 4 or any(have not in (1, want) for have, want in zip(bias.shape[::-1], full[::-1], strict=False)):
+        raise ValueError(
+            f"score_bias is shaped {tuple(bias.shape)}; it must broadcast to (batch, heads, T_q, T_k) = {full}"
+        )

@@ -1,9 +1,12 @@
-"""Where queries and keys are: documents, padding, decoding; and which blocks of a score matrix hold anything."""
+"""Where queries and keys are: documents, padding, decoding; and which blocks of a score matrix hold anything.
+
+BlockMask is FlexAttention's form of it, KernelLayout that of the GPU kernels.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 PADDING = -1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +29,7 @@ class Layout:
     as no layout at all, but with a memo.
 
     SPA biases depend on absolute locations (a location 0 that stands for all before it), so packing and padding need
-    this and not only a mask. Build one Layout for all blocks of a forward: kernels keep their block masks in `memo`.
+    this and not only a mask. Build one Layout for all blocks of a forward: block masks are remembered in `memo`.
     """
 
     query_locations: Tensor
@@ -110,26 +114,34 @@ class Layout:
         return self._changed(("to", str(device)), lambda tensor: tensor.to(device))
 
     def for_rows(self, batch: int) -> "Layout":
-        """With a row of its own for each of `batch` rows, where batch 1 stood for all: what kernels index."""
+        """With a row of its own for each of `batch` rows, where batch 1 stood for all: what GPU kernels index."""
         if self.past is not None or self.query_locations.shape[0] == self.key_locations.shape[0] == batch:
             return self
         return self._changed(("rows", batch), lambda tensor: tensor.expand(batch, -1).contiguous())
 
     def _changed(self, key: tuple, change: Callable[[Tensor], Tensor]) -> "Layout":
+        queries, keys = self.query_documents, self.key_documents
+
+        def make() -> Layout:
+            return Layout(
+                change(self.query_locations),
+                change(self.key_locations),
+                None if queries is None else change(queries),
+                None if keys is None else change(keys),
+                self.extent,
+                self.past,
+            )
+
+        return self.remember(key, make)
+
+    def remember(self, key: tuple, make: Callable[[], T]) -> T:
+        """What `make` makes of this layout, once for all blocks of a network; inside torch.compile it is not stored."""
         if key in self.memo:
             return self.memo[key]
-        queries, keys = self.query_documents, self.key_documents
-        changed = Layout(
-            change(self.query_locations),
-            change(self.key_locations),
-            None if queries is None else change(queries),
-            None if keys is None else change(keys),
-            self.extent,
-            self.past,
-        )
+        made = make()
         if not torch.compiler.is_compiling():
-            self.memo[key] = changed
-        return changed
+            self.memo[key] = made
+        return made
 
     def visible(self, causal: bool) -> Tensor:
         """Which keys each query may attend, (batch or 1, T_q, T_k): the definition, dense."""
@@ -188,14 +200,12 @@ def visited(layout: Layout, causal: bool) -> tuple[Tensor, Tensor]:
 
 
 def block_mask(layout: Layout, causal: bool) -> BlockMask:
-    """FlexAttention's mask for a layout, kept in the layout's memo for the other blocks of the network."""
-    key = ("flex", causal)
-    if key in layout.memo:
-        return layout.memo[key]
-    mask = _build(layout, causal, _layout_mask(layout, causal) if layout.past is None else _after(layout.past))
-    if not torch.compiler.is_compiling():
-        layout.memo[key] = mask
-    return mask
+    """FlexAttention's mask for a layout, remembered in the layout for the other blocks of the network."""
+
+    def make() -> BlockMask:
+        return _build(layout, causal, _layout_mask(layout, causal) if layout.past is None else _after(layout.past))
+
+    return layout.remember(("flex", causal), make)
 
 
 def causal_block_mask(queries: int, keys: int, device: torch.device) -> BlockMask:
@@ -206,7 +216,7 @@ def causal_block_mask(queries: int, keys: int, device: torch.device) -> BlockMas
 
 @lru_cache(maxsize=64)
 def _causal(queries: int, keys: int, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):  # kept, and training may come after
+    with torch.inference_mode(False):  # it stays in the cache, and training may come after
         return block_mask(Layout.continuing(keys - queries, queries, device), causal=True)
 
 
@@ -250,3 +260,56 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     chosen = chosen[:, None].to(torch.int32)
     indices = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), indices.to(torch.int32)
+
+
+class KernelLayout(NamedTuple):
+    """A layout for the GPU kernels, in int32.
+
+    queries (batch, 2, T_q) and keys (batch, 2, T_k): locations, then documents. key_ranges (batch, query blocks, 2) and
+    query_ranges (batch, key blocks, 2): the first index that a block sees and one past the last; blocks in between may
+    be empty.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    key_ranges: Tensor
+    query_ranges: Tensor
+
+
+def kernel_layout(layout: Layout, batch: int, causal: bool) -> KernelLayout:
+    """Of a layout with one row for each row of the batch; remembered in the layout for the other blocks."""
+    layout = layout.for_rows(batch)
+
+    def make() -> KernelLayout:
+        partial, full = visited(layout, causal)
+        seen = partial | full
+        keys = _ranges(seen, layout.key_locations.shape[1])
+        return KernelLayout(*kernel_sides(layout, batch), keys, _ranges(seen.mT, layout.query_locations.shape[1]))
+
+    return layout.remember(("triton", causal), make)
+
+
+def kernel_sides(layout: Layout, batch: int) -> tuple[Tensor, Tensor]:
+    """queries and keys of kernel_layout alone: what decoding needs, which visits every key."""
+    layout = layout.for_rows(batch)
+
+    def make() -> tuple[Tensor, Tensor]:
+        queries = _side(layout.query_locations, layout.query_documents)
+        return queries, _side(layout.key_locations, layout.key_documents)
+
+    return layout.remember(("triton", "sides"), make)
+
+
+def _side(locations: Tensor, documents: Tensor | None) -> Tensor:
+    documents = torch.zeros_like(locations) if documents is None else documents.clamp(min=PADDING)
+    return torch.stack([locations, documents], dim=1).to(torch.int32).contiguous()
+
+
+def _ranges(seen: Tensor, length: int) -> Tensor:
+    """(first, one past the last) index of what each row of blocks sees; (0, 0) where it sees nothing."""
+    blocks = seen.shape[-1]
+    here = torch.arange(blocks, device=seen.device)
+    first = torch.where(seen, here, blocks).amin(-1)
+    last = torch.where(seen, here + 1, 0).amax(-1)
+    first = torch.minimum(first, last)
+    return torch.stack([first * BLOCK, (last * BLOCK).clamp(max=length)], dim=-1).to(torch.int32).contiguous()

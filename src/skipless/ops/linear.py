@@ -1,4 +1,4 @@
-"""Linear layers of one input: called as they are, or for a decoding step's few rows by one GPU kernel for all."""
+"""Linear layers of one input: called as they are, as one product, or for a small batch by one GPU kernel for all."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -12,12 +12,60 @@ _HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
 _MOST_ROWS, _MOST_MATRICES = 4, 3
 _ALIGNMENT = 16  # of a matrix's sides, so that every row starts where Triton may read 16 bytes
-# Larger matrices are left to torch: its kernel reads an unembedding at 3.4 TB/s, this one a block of width 1024 at 1.5.
+# Larger matrices are left to torch: its kernel reads an unembedding at 3.4 TB/s, ours a block of width 1024 at 1.5.
 _FEWEST_COLUMNS, _MOST_ENTRIES = 256, 2**25
 
 
-def serves(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether few_rows_linear can compute x (…, k) times these matrices (n, k), and no gradient is asked of it."""
+def project(x: Tensor, *layers: nn.Module) -> list[Tensor]:
+    """layer(x) of each. Modules in a Linear's place, and layers with hooks, are called as they are.
+
+    For a decoding step's few rows one GPU kernel multiplies by all matrices.
+    """
+    plain = [type(layer) is nn.Linear and not has_hooks(layer) for layer in layers]
+    linear = [cast(nn.Linear, layer) for layer, is_plain in zip(layers, plain, strict=True) if is_plain]
+    biased = len(linear) > 1 and any(layer.bias is not None for layer in linear)
+    if not linear or biased or not supports(x, [layer.weight for layer in linear]):
+        return [layer(x) for layer in layers]
+    from skipless.ops.gpu.linear import small_batch_linear
+
+    joint = small_batch_linear(x, [layer.weight for layer in linear], linear[0].bias)
+    products = iter(joint.split([layer.out_features for layer in linear], dim=-1))
+    return [next(products) if is_plain else layer(x) for layer, is_plain in zip(layers, plain, strict=True)]
+
+
+def project_jointly(x: Tensor, layers: Sequence[nn.Linear], weight: Tensor | None = None) -> Tensor | None:
+    """x times all matrices as one product, in compiled training, where putting them together costs nothing; else None.
+
+    weight: the matrices one below the other, where they are stored so. None also where a layer has hooks.
+    """
+    if not layers or any(has_hooks(layer) for layer in layers):
+        return None
+    if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+        return None
+    return nn.functional.linear(x, torch.cat([layer.weight for layer in layers]) if weight is None else weight)
+
+
+def joint_layers(*layers: nn.Module) -> tuple[nn.Linear, ...]:
+    """The leading layers whose products of one input may be one product; none where that is a single layer.
+
+    They are all trained or all frozen: one product of matrices of both kinds would compute gradients that nobody wants.
+    """
+    joint: list[nn.Linear] = []
+    for layer in layers:
+        if type(layer) is not nn.Linear or (joint and layer.weight.requires_grad != joint[0].weight.requires_grad):
+            break
+        joint.append(layer)
+    return tuple(joint) if len(joint) > 1 else ()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module is more than its class's forward: a hook, or a forward of its own."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in module.__dict__
+
+
+def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether small_batch_linear can compute x (…, k) times these matrices (n, k), and no gradient is asked of it."""
     if not (x.is_cuda and gpu.INSTALLED and torch.version.hip is None) or torch.is_autocast_enabled(x.device.type):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
@@ -26,7 +74,7 @@ def serves(x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether these are few rows in half precision, of sizes that the kernel takes and is made for."""
+    """Whether these are few rows in half precision, of sizes that the GPU kernel takes and is made for."""
     k = x.shape[-1]
     if not all(type(t) in _PLAIN for t in (x, *weights)):  # others, such as quantised ones, hold no such memory
         return False
@@ -36,23 +84,3 @@ def fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
     aligned = k % _ALIGNMENT == 0 and all(w.shape[0] and w.shape[0] % _ALIGNMENT == 0 for w in weights)
     entries = sum(w.numel() for w in weights)
     return aligned and k >= _FEWEST_COLUMNS and 0 < x.numel() <= _MOST_ROWS * k and entries <= _MOST_ENTRIES
-
-
-def is_bare(module: nn.Module) -> bool:
-    """Calling the module is its class's forward and nothing else: no hook, and no forward of its own."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks) and "forward" not in module.__dict__
-
-
-def applied(x: Tensor, *layers: nn.Module) -> list[Tensor]:
-    """layer(x) of each. Modules in a Linear's place, or hooks on one, are called as they are."""
-    bare = [type(layer) is nn.Linear and is_bare(layer) for layer in layers]
-    plain = [cast(nn.Linear, layer) for layer, is_plain in zip(layers, bare, strict=True) if is_plain]
-    biased = len(plain) > 1 and any(layer.bias is not None for layer in plain)
-    if not plain or biased or not serves(x, [layer.weight for layer in plain]):
-        return [layer(x) for layer in layers]
-    from skipless.ops.gpu.linear import few_rows_linear
-
-    together = few_rows_linear(x, [layer.weight for layer in plain], plain[0].bias)
-    parts = iter(together.split([layer.out_features for layer in plain], dim=-1))
-    return [next(parts) if is_plain else layer(x) for layer, is_plain in zip(layers, bare, strict=True)]

@@ -1,23 +1,27 @@
-"""The oracle of shaped attention in plain torch, and the same as a scan over pieces."""
+"""Shaped attention with a dense bias: its definition in plain torch, torch's own kernels, and an O(T) scan at q = 0."""
+
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
-from skipless.ops.inputs import Request
+from skipless.ops.bias import AttentionInputs
 from skipless.theory import exponential, uniform
 from skipless.theory.shapes import AttentionShape, ExponentialShape, UniformShape
 
 
-def attend(request: Request) -> Tensor:
+def attend(inputs: AttentionInputs) -> Tensor:
     """D·softmax(mask(q kᵀ/√head_width + g·B + score_bias))·v.
 
     In half precision the two matrix products round to q's dtype, as a plain implementation would; scores, bias and
     softmax are float32.
     """
-    q, dtype = request.q, request.compute_dtype
-    k, v = (t.repeat_interleave(request.groups, dim=1) for t in (request.k, request.v))
-    term, visible, row_scale = score_terms(request)
-    scores = (q @ k.mT).to(dtype) * request.scale + term
+    q, dtype = inputs.q, inputs.compute_dtype
+    k, v = (t.repeat_interleave(inputs.groups, dim=1) for t in (inputs.k, inputs.v))
+    term, visible, row_scale = score_terms(inputs)
+    scores = (q @ k.mT).to(dtype) * inputs.scale + term
     seen = visible.any(dim=-1, keepdim=True)
     # a row that sees nothing takes the softmax of zeros and is dropped below: −∞ throughout would be NaN
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0)
@@ -25,28 +29,58 @@ def attend(request: Request) -> Tensor:
     return (values.to(dtype) * (row_scale * seen)).to(q.dtype)
 
 
-def refusal(request: Request) -> str | None:
-    """The reference runs everything."""
-    return None
-
-
-def score_terms(request: Request) -> tuple[Tensor, Tensor, Tensor]:
+def score_terms(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
     """(g·B + score_bias, visible, D): what is added to the scores, finite; where they count; and the row scale.
 
     Shaped to broadcast against (batch, heads, T_q, T_k). A table's −∞ counts as a mask, so that no gain multiplies it.
     """
-    dtype, layout = request.compute_dtype, request.placed()
-    bias, row_scale = request.parts.between(layout.query_locations, layout.key_locations)
+    dtype, layout = inputs.compute_dtype, inputs.effective_layout()
+    bias, row_scale = inputs.bias.between(layout.query_locations, layout.key_locations)
     bias = bias.to(dtype)
-    visible = layout.visible(request.parts.causal)[:, None]
-    if request.parts.table is not None:
+    visible = layout.visible(inputs.bias.causal)[:, None]
+    if inputs.bias.table is not None:
         absent = bias == -torch.inf
         visible, bias = visible & ~absent, bias.masked_fill(absent, 0.0)
-    if request.bias_gain is not None:
-        bias = request.bias_gain.to(dtype).reshape(-1, 1, 1) * bias
-    if request.score_bias is not None:
-        bias = bias + request.score_bias.to(dtype)
+    if inputs.bias_gain is not None:
+        bias = inputs.bias_gain.to(dtype).reshape(-1, 1, 1) * bias
+    if inputs.score_bias is not None:
+        bias = bias + inputs.score_bias.to(dtype)
     return bias, visible, row_scale.to(dtype)[:, None, :, None]
+
+
+def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:
+    """D·sdpa(q, k, v, bias) by torch's scaled_dot_product_attention.
+
+    The T_q×T_k bias is formed in float32 (float64 for float64 q). Half-precision q, k and v are cast up, since torch
+    wants the bias in their dtype and bfloat16 moves B by up to 6e-2 (float32: 1e-6). Plain attention over whole
+    sequences has no bias, and runs as torch runs it.
+    For float32 on a GPU torch's fused kernels are left out: their error is more than twice that of plain arithmetic.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    scale, grouped = inputs.scale, inputs.groups > 1
+    if needs_no_bias(inputs):
+        causal = inputs.bias.causal and q.shape[2] > 1
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    term, visible, row_scale = score_terms(inputs)
+    seen = visible.any(dim=-1, keepdim=True)
+    # a row that sees nothing gets a bias of 0 and is dropped below: −∞ throughout would be NaN
+    mask = term.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0)
+    mask = mask.expand(q.shape[0], -1, -1, -1).expand(-1, q.shape[1], -1, -1)
+    q, k, v = (t.to(inputs.compute_dtype) for t in (q, k, v))
+    with sdpa_kernel(SDPBackend.MATH) if _fused_is_rough(inputs) else nullcontext():
+        values = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return (values * (row_scale * seen)).to(inputs.q.dtype)
+
+
+def needs_no_bias(inputs: AttentionInputs) -> bool:
+    """Whether this is torch's own attention: no bias, no row scale, and a whole sequence or its last query."""
+    no_terms = inputs.in_order and inputs.bias_gain is None and inputs.score_bias is None
+    whole = inputs.q.shape[2] in (1, inputs.k.shape[2]) or not inputs.bias.causal
+    return inputs.bias.plain and no_terms and whole and not _fused_is_rough(inputs)
+
+
+def _fused_is_rough(inputs: AttentionInputs) -> bool:
+    return inputs.q.is_cuda and inputs.q.dtype == torch.float32
 
 
 _CHUNK = 64

@@ -123,7 +123,7 @@ class GraphedStep:
                 self._recorder.warm_up(lambda: step.update(inputs))
         self._rates = [group["lr"] for group in step.optimizer.param_groups]
         if isinstance(model := step.model, Transformer):  # which may replace what the graph reads
-            self._read = model.prepare(inputs.inputs.shape[1], model.embedding.weight)
+            self._read = model.bias_vectors(inputs.inputs.shape[1], model.embedding.weight)
         gc.collect()  # what the warm-up left behind must not be freed while kernels are recorded
         try:
             self._replay = self._recorder.capture(lambda: step.update(inputs))

@@ -134,10 +134,10 @@ def measure(model: Transformer, tokens: Tensor, step: int, most: int = 128) -> P
     Compiled blocks are run as written: a length and a precision met once are not worth compiling for.
     """
     tokens = tokens[:1, :most]
-    placement, x = model.placement(tokens), model.embed(tokens)
+    positions, x = model.positions(tokens), model.embed(tokens)
     states = [_kernel(x)]
     for block in model.each_block():
-        x = block.forward(x, placement)
+        x = block.forward(x, positions)
         states.append(_kernel(x))
     return Probe(step, np.stack(states))
 

@@ -1,4 +1,22 @@
-"""Shaped attention forward on the GPU: tiles of scores with the bias of Theorem 3 added in registers."""
+"""Shaped attention on the GPU, forward and backward: tiles of scores, the bias of Theorem 3 added in registers.
+
+Theorem 3 (E-SPA from decay γ to γ') is A = D·softmax(B) with, up to a constant in each row of B,
+
+    B_ij = −γ'(i−j) + column_j  (j < i),     B_ii = diagonal_i,     D_i = row_scale_i.
+
+theory/exponential.py computes the vectors (log_columns, row_sums), ops/bias.py makes tensors of them, and kernels get
+them as `bias` (ops.bias.KernelBias). The terms are these lines, in exponents of 2:
+
+    γ'                  query_rows, key_side: slope = bias.slope·log₂e
+    column_j            entries(bias.column, j, count), in key_column and key_side
+    −γ'(i−j)+column_j   exponent: column − slope·|i−j|. Or, to half precision's rounding, RELATIVE to the first query of
+                        the tile: relative has column_j − γ'(origin−j), and row_frame the rest of the row, γ'(i−origin)
+    B_ii                exponent: where i == j, diagonal. Only EDGE tiles meet the diagonal
+    j ≤ i               visible, and exponent's −∞; key_span and query_span leave out what nobody sees
+    D_i                 forward: size / total. The backward pass finds it in lse − log₂D, and in products_of_rows
+
+Shapes with a row term (U-SPA, Theorem 1: exp B_ij = exp column_j + exp row_i) multiply by `factor` instead.
+"""
 
 import triton
 import triton.language as tl
@@ -7,7 +25,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def turn(tiles, order):
+def program_coordinates(tiles, order):
     """(tile, head, batch) of this program, where order = (heads, heads in a section of them, whatever their batch).
 
     Sections come one after another, so that what a section reads stays in the cache; in each all first tiles, then all
@@ -28,10 +46,10 @@ def entries(vector, locations, count):
 
 
 @triton.jit
-def place(places, batch, index, length, past, LAYOUT: tl.constexpr):
+def locate(side, batch, index, length, past, LAYOUT: tl.constexpr):
     """(location, document) at `index`; without a layout locations count on from `past`. Beyond the end: document −1."""
     if LAYOUT:
-        row = places + batch.to(tl.int64) * 2 * length
+        row = side + batch.to(tl.int64) * 2 * length
         inside = index < length
         location = tl.load(row + index, mask=inside, other=0)
         document = tl.load(row + length + index, mask=inside, other=-1)
@@ -129,39 +147,39 @@ def rows_from(start, stride, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def tokens(start, stride, first, length, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def load_rows(start, stride, first, length, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """BLOCK rows of a head, (BLOCK, WIDTH); zeros beyond its end. For what a program reads once."""
     at = rows_from(start, stride, first, BLOCK, WIDTH)
     return tl.load(at, mask=first + tl.arange(0, BLOCK)[:, None] < length, other=0.0)
 
 
 @triton.jit
-def keep(tensor, strides, batch, head, first, length, values, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def store_rows(tensor, strides, batch, head, first, length, values, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Write BLOCK rows of a head, those inside its length."""
     at = rows_from(head_of(tensor, strides, batch, head), strides[2], first, BLOCK, WIDTH)
     tl.store(at, values.to(tensor.dtype.element_ty), mask=first + tl.arange(0, BLOCK)[:, None] < length)
 
 
 @triton.jit
-def keep_turned(
-    tensor, strides, batch, head, first, length, values, tables, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    TURN: tl.constexpr,
+def store_unrotated(
+    tensor, strides, batch, head, first, length, values, angles, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """`keep`; where TURN, of a gradient by rotated rows, which becomes that by the rows before their rotation.
+    """`store_rows`; where ROTARY, of a gradient by rotated rows, which becomes that by the rows before their rotation.
 
-    tables: cos and sin of each token, (batch, length, WIDTH/2), and the stride of their batch. The pairs
+    angles: cos and sin of each token, (batch, length, WIDTH/2), and the stride of their batch. The pairs
     (c, c + WIDTH/2) are turned back in float32, before they are rounded.
     """
-    if TURN:
+    if ROTARY:
         HALF: tl.constexpr = WIDTH // 2
         a, b = tl.split(tl.permute(tl.reshape(values, (BLOCK, 2, HALF)), (0, 2, 1)))
-        row = batch.to(tl.int64) * tables[2]
-        cos = tokens(tables[0] + row, HALF, first, length, BLOCK, HALF)
-        sin = tokens(tables[1] + row, HALF, first, length, BLOCK, HALF)
-        keep(tensor, strides, batch, head, first, length, a * cos + b * sin, BLOCK, HALF)
-        keep(tensor + HALF, strides, batch, head, first, length, b * cos - a * sin, BLOCK, HALF)
+        row = batch.to(tl.int64) * angles.batch_stride
+        cos = load_rows(angles.cos + row, HALF, first, length, BLOCK, HALF)
+        sin = load_rows(angles.sin + row, HALF, first, length, BLOCK, HALF)
+        store_rows(tensor, strides, batch, head, first, length, a * cos + b * sin, BLOCK, HALF)
+        store_rows(tensor + HALF, strides, batch, head, first, length, b * cos - a * sin, BLOCK, HALF)
     else:
-        keep(tensor, strides, batch, head, first, length, values, BLOCK, WIDTH)
+        store_rows(tensor, strides, batch, head, first, length, values, BLOCK, WIDTH)
 
 
 @triton.jit
@@ -184,10 +202,10 @@ def fold_keys(
     i, i_document, row, diagonal, origin = rows
     k, v, head, length = tensors
     column, count, slope = vectors
-    places, batch = layout
+    side, batch = layout
     for start in tl.range(span[0], span[1], BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
-        j, j_document = place(places, batch, index, length, 0, LAYOUT)
+        j, j_document = locate(side, batch, index, length, 0, LAYOUT)
         j, j_document = j[None, :], j_document[None, :]
         terms = key_column(column, j, slope, origin, count, RELATIVE)
         seen = visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
@@ -211,7 +229,7 @@ def fold_keys(
 
 
 @triton.jit
-def key_span(ranges, batch, number, q_length, k_length, CAUSAL: tl.constexpr, LAYOUT: tl.constexpr,
+def key_span(layout, batch, number, q_length, k_length, CAUSAL: tl.constexpr, LAYOUT: tl.constexpr,
              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr):  # fmt: skip
     """(first, edge, last): a tile of queries sees keys first … last−1, and from `edge` on they need the mask."""
     first = 0
@@ -219,7 +237,7 @@ def key_span(ranges, batch, number, q_length, k_length, CAUSAL: tl.constexpr, LA
     edge = 0
     if LAYOUT:
         blocks = tl.cdiv(q_length, RANGE)
-        at = ranges + (batch * blocks + number * BLOCK_M // RANGE) * 2
+        at = layout.key_ranges + (batch * blocks + number * BLOCK_M // RANGE) * 2
         first, last = tl.load(at), tl.load(at + 1)
         edge = first
     elif CAUSAL:
@@ -231,24 +249,23 @@ def key_span(ranges, batch, number, q_length, k_length, CAUSAL: tl.constexpr, LA
 
 @triton.jit
 def query_rows(
-    shape, layout, number, head, batch, q_length, k_length, count,
+    bias, layout, number, head, batch, q_length, k_length, count,
     SLOPES: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """What a tile of queries knows of itself: slope, indices, and (i, document, row, diagonal, origin) as columns."""
-    slopes, _, diagonal, row, _ = shape
     past = k_length - q_length
-    slope = tl.load(slopes + head * SLOPES).to(tl.float32) * LOG2E
+    slope = tl.load(bias.slope + head * SLOPES).to(tl.float32) * LOG2E
     origin = number * BLOCK_M + past
     index = number * BLOCK_M + tl.arange(0, BLOCK_M)
-    i, document = place(layout[0], batch, index, q_length, past, LAYOUT)
-    own = entries(diagonal, i, count) + row_frame(i, slope, origin, RELATIVE)
-    rows = (i[:, None], document[:, None], entries(row, i, count)[:, None], own[:, None], origin)
+    i, document = locate(layout.queries, batch, index, q_length, past, LAYOUT)
+    own = entries(bias.diagonal, i, count) + row_frame(i, slope, origin, RELATIVE)
+    rows = (i[:, None], document[:, None], entries(bias.row, i, count)[:, None], own[:, None], origin)
     return slope, index, i, rows
 
 
 @triton.jit
 def forward(
-    q, out, strides, k, v, lse, shape, layout, q_length, k_length, count, scale, order,
+    q, out, strides, k, v, lse, bias, layout, q_length, k_length, count, scale, order,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -258,28 +275,252 @@ def forward(
     The last tile comes first: under a causal mask it is the longest. A query that sees nothing gives 0.
     """
     tiles = tl.cdiv(q_length, BLOCK_M)
-    place, head, batch = turn(tiles, order)
-    number = tiles - 1 - place
+    tile, head, batch = program_coordinates(tiles, order)
+    number = tiles - 1 - tile
     slope, index, i, rows = query_rows(
-        shape, layout, number, head, batch, q_length, k_length, count, SLOPES, LAYOUT, RELATIVE, BLOCK_M
+        bias, layout, number, head, batch, q_length, k_length, count, SLOPES, LAYOUT, RELATIVE, BLOCK_M
     )
     start = number * BLOCK_M
-    q = tokens(head_of(q, strides[0], batch, head), strides[0][2], start, q_length, BLOCK_M, WIDTH)
+    q = load_rows(head_of(q, strides[0], batch, head), strides[0][2], start, q_length, BLOCK_M, WIDTH)
     sources = (k, v, head // GROUPS, k_length)
-    vectors, places = (shape[1], count, slope), (layout[1], batch)
-    first, edge, last = key_span(layout[2], batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
+    vectors, side = (bias.column, count, slope), (layout.keys, batch)
+    first, edge, last = key_span(layout, batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
     state = (tl.zeros((BLOCK_M, WIDTH), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
              tl.full((BLOCK_M,), float("-inf"), tl.float32))  # fmt: skip
     if CAUSAL and not LAYOUT:
-        state = fold_keys(state, q, rows, sources, vectors, places, (first, edge), scale, CAUSAL, ROW, LAYOUT, RELATIVE,
+        state = fold_keys(state, q, rows, sources, vectors, side, (first, edge), scale, CAUSAL, ROW, LAYOUT, RELATIVE,
                           False, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
-    acc, total, top = fold_keys(state, q, rows, sources, vectors, places, (edge, last), scale, CAUSAL, ROW, LAYOUT,
+    acc, total, top = fold_keys(state, q, rows, sources, vectors, side, (edge, last), scale, CAUSAL, ROW, LAYOUT,
                                 RELATIVE, True, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
     seen = total > 0.0
-    size = tl.load(shape[4] + tl.minimum(i, count - 1)).to(tl.float32)
+    size = tl.load(bias.row_scale + tl.minimum(i, count - 1)).to(tl.float32)
     total = tl.where(seen, total, 1.0)
     values = acc * tl.where(seen, size / total, 0.0)[:, None]
-    keep(out, strides[1], batch, head, start, q_length, values, BLOCK_M, WIDTH)
+    store_rows(out, strides[1], batch, head, start, q_length, values, BLOCK_M, WIDTH)
     sums = top + tl.log2(total) - tl.log2(size) - row_frame(i, slope, rows[4], RELATIVE)
     at = lse + (batch.to(tl.int64) * order[0] + head) * q_length + index
     tl.store(at, tl.where(seen, sums, float("inf")), mask=index < q_length)
+
+
+@triton.jit
+def products_of_rows(out, dout, row_scale, i, count):
+    """δ of a tile of queries."""
+    size = tl.load(row_scale + tl.minimum(i, count - 1)).to(tl.float32)
+    return tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1) / size
+
+
+@triton.jit
+def fold_queries(
+    state, k, v, columns, tensors, saved, vectors, layout, span, scale,
+    CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """Take a span of queries into state = (dk, dv) of a tile of keys. Tiles lie with keys down, queries across.
+
+    Where SAVE, ds is written to saved = (tensor descriptor, its line, the first key) for the query side.
+    """
+    dk, dv = state
+    j, j_document, column = columns
+    q, dout, head, lse, delta, length, past = tensors
+    diagonal, row, count, slope = vectors
+    side, batch = layout
+    for start in tl.range(span[0], span[1], BLOCK_M):
+        index = start + tl.arange(0, BLOCK_M)
+        origin = start + past
+        i, i_document = locate(side, batch, index, length, past, LAYOUT)
+        frame = row_frame(i, slope, origin, RELATIVE)
+        i_own = (entries(diagonal, i, count) + frame)[None, :]
+        i_row = entries(row, i, count)[None, :]
+        sums = tl.load(lse + index, mask=index < length, other=float("inf")) + frame
+        products = tl.load(delta + index, mask=index < length, other=0.0)
+        i, i_document = i[None, :], i_document[None, :]
+        terms = relative(column, j, slope, origin, RELATIVE)
+        seen = visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
+        queries = stream(q, batch, head, start, BLOCK_M, WIDTH)
+        scores = tl.dot(k, tl.trans(queries), input_precision=PRECISION) * scale
+        scores = exponent(scores, i, j, terms, i_own, slope, seen, ROW, RELATIVE, EDGE)
+        weights = tl.exp2(scores - sums[None, :])
+        if ROW:
+            weights = weights * factor(i, j, terms, i_row, i_own, EDGE)
+        upstream = stream(dout, batch, head, start, BLOCK_M, WIDTH)
+        dv = tl.dot(weights.to(k.dtype), upstream, dv, input_precision=PRECISION)
+        ds = weights * (tl.dot(v, tl.trans(upstream), input_precision=PRECISION) - products[None, :])
+        ds = ds.to(k.dtype)
+        if SAVE:
+            saved[0].store([saved[1], saved[2], start], ds.reshape(1, BLOCK_N, BLOCK_M))
+        dk = tl.dot(ds, queries, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def query_span(layout, batch, number, q_length, k_length, CAUSAL: tl.constexpr, LAYOUT: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr):  # fmt: skip
+    """(first, edge, last): a tile of keys is seen by queries first … last−1, and up to `edge` they need the mask."""
+    first = 0
+    last = q_length
+    edge = q_length
+    if LAYOUT:
+        at = layout.query_ranges + (batch * tl.cdiv(k_length, RANGE) + number * BLOCK_N // RANGE) * 2
+        first, last = tl.load(at), tl.load(at + 1)
+        edge = last
+    elif CAUSAL:
+        start = number * BLOCK_N - (k_length - q_length)
+        first = tl.maximum(start, 0) // BLOCK_M * BLOCK_M
+        edge = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N, 0), BLOCK_M) * BLOCK_M, q_length)
+    return first, edge, last
+
+
+@triton.jit
+def key_side(
+    k, v, strides, q, dout, scores, sums, gradients, bias, layout, q_length, k_length, count, scale, order, angles,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
+    RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
+    PRECISION: tl.constexpr, ROTARY: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one tile of keys, from all query heads that share it. The first tile, the longest, comes first.
+
+    q and dout are tensor descriptors. sums: lse, δ. gradients: dk, dv. strides: of k, v, dk, dv.
+    Where ROTARY, q and k come rotated, and dk is turned back by the angles of `store_unrotated`. Where SAVE, gradients
+    of the scores go to the tensor descriptor `scores`, (batch·query heads, keys, queries).
+    """
+    number, head, batch = program_coordinates(tl.cdiv(k_length, BLOCK_N), order)
+    start = number * BLOCK_N
+    j, document = locate(layout.keys, batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
+    columns = (j[:, None], document[:, None], entries(bias.column, j, count)[:, None])
+    k = load_rows(head_of(k, strides[0], batch, head), strides[0][2], start, k_length, BLOCK_N, WIDTH)
+    v = load_rows(head_of(v, strides[1], batch, head), strides[1][2], start, k_length, BLOCK_N, WIDTH)
+    first, edge, last = query_span(layout, batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
+    state = (tl.zeros((BLOCK_N, WIDTH), tl.float32), tl.zeros((BLOCK_N, WIDTH), tl.float32))
+    for member in range(GROUPS):
+        one = head * GROUPS + member
+        slope = tl.load(bias.slope + one * SLOPES).to(tl.float32) * LOG2E
+        line = batch * order[0] * GROUPS + one
+        saved = (scores, line, start)
+        line = line.to(tl.int64) * q_length
+        sources = (q, dout, one, sums[0] + line, sums[1] + line, q_length, k_length - q_length)
+        vectors, side = (bias.diagonal, bias.row, count, slope), (layout.queries, batch)
+        state = fold_queries(state, k, v, columns, sources, saved, vectors, side, (first, edge), scale, CAUSAL, ROW,
+                             LAYOUT, RELATIVE, True, WIDTH, BLOCK_M, BLOCK_N, PRECISION, SAVE)  # fmt: skip
+        if CAUSAL and not LAYOUT:
+            state = fold_queries(state, k, v, columns, sources, saved, vectors, side, (edge, last), scale, CAUSAL,
+                                 ROW, LAYOUT, RELATIVE, False, WIDTH, BLOCK_M, BLOCK_N, PRECISION, SAVE)  # fmt: skip
+    dk = state[0] * (scale / LOG2E)
+    store_unrotated(gradients[0], strides[2], batch, head, start, k_length, dk, angles, BLOCK_N, WIDTH, ROTARY)
+    store_rows(gradients[1], strides[3], batch, head, start, k_length, state[1], BLOCK_N, WIDTH)
+
+
+@triton.jit
+def gather_keys(
+    dq, q, upstream, rows, tensors, vectors, layout, span, scale,
+    CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take a span of keys into dq of a tile of queries. upstream: dout, lse, δ of its rows."""
+    dout, sums, products = upstream
+    i, i_document, row, diagonal, origin = rows
+    k, v, head, length = tensors
+    column, count, slope = vectors
+    side, batch = layout
+    for start in tl.range(span[0], span[1], BLOCK_N):
+        index = start + tl.arange(0, BLOCK_N)
+        j, j_document = locate(side, batch, index, length, 0, LAYOUT)
+        j, j_document = j[None, :], j_document[None, :]
+        terms = key_column(column, j, slope, origin, count, RELATIVE)
+        seen = visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
+        keys = stream(k, batch, head, start, BLOCK_N, WIDTH)
+        scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
+        scores = exponent(scores, i, j, terms, diagonal, slope, seen, ROW, RELATIVE, EDGE)
+        weights = tl.exp2(scores - sums)
+        if ROW:
+            weights = weights * factor(i, j, terms, row, diagonal, EDGE)
+        values = stream(v, batch, head, start, BLOCK_N, WIDTH)
+        ds = weights * (tl.dot(dout, tl.trans(values), input_precision=PRECISION) - products)
+        dq = tl.dot(ds.to(keys.dtype), keys, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def query_side(
+    q, out, dout, dq, strides, k, v, sums, bias, layout, q_length, k_length, count, scale, order, angles,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
+    RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
+    PRECISION: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries, the last tile first; and its δ, which the key side reads.
+
+    k and v are tensor descriptors. sums: lse, δ. strides: of q, out, dout, dq. angles, ROTARY: as key_side's.
+    """
+    tiles = tl.cdiv(q_length, BLOCK_M)
+    tile, head, batch = program_coordinates(tiles, order)
+    number = tiles - 1 - tile
+    slope, index, i, rows = query_rows(
+        bias, layout, number, head, batch, q_length, k_length, count, SLOPES, LAYOUT, RELATIVE, BLOCK_M
+    )
+    start = number * BLOCK_M
+    q = load_rows(head_of(q, strides[0], batch, head), strides[0][2], start, q_length, BLOCK_M, WIDTH)
+    out = load_rows(head_of(out, strides[1], batch, head), strides[1][2], start, q_length, BLOCK_M, WIDTH)
+    dout = load_rows(head_of(dout, strides[2], batch, head), strides[2][2], start, q_length, BLOCK_M, WIDTH)
+    line = (batch.to(tl.int64) * order[0] + head) * q_length
+    inside = index < q_length
+    lse = tl.load(sums[0] + line + index, mask=inside, other=float("inf"))
+    lse += row_frame(i, slope, rows[4], RELATIVE)
+    products = products_of_rows(out, dout, bias.row_scale, i, count)
+    tl.store(sums[1] + line + index, products, mask=inside)
+    upstream = (dout, lse[:, None], products[:, None])
+    sources, vectors, side = (k, v, head // GROUPS, k_length), (bias.column, count, slope), (layout.keys, batch)
+    first, edge, last = key_span(layout, batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
+    total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    if CAUSAL and not LAYOUT:
+        total = gather_keys(total, q, upstream, rows, sources, vectors, side, (first, edge), scale, CAUSAL, ROW,
+                            LAYOUT, RELATIVE, False, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
+    total = gather_keys(total, q, upstream, rows, sources, vectors, side, (edge, last), scale, CAUSAL, ROW, LAYOUT,
+                        RELATIVE, True, WIDTH, BLOCK_N, PRECISION)  # fmt: skip
+    total *= scale / LOG2E
+    store_unrotated(dq, strides[3], batch, head, start, q_length, total, angles, BLOCK_M, WIDTH, ROTARY)
+
+
+@triton.jit
+def row_products(
+    out, dout, strides, delta, row_scale, queries, length, past, count,
+    LAYOUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """δ of one tile of queries. strides: of out, dout."""
+    number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = number * BLOCK_M
+    index = start + tl.arange(0, BLOCK_M)
+    out = load_rows(head_of(out, strides[0], batch, head), strides[0][2], start, length, BLOCK_M, WIDTH)
+    dout = load_rows(head_of(dout, strides[1], batch, head), strides[1][2], start, length, BLOCK_M, WIDTH)
+    i, _ = locate(queries, batch, index, length, past, LAYOUT)
+    products = products_of_rows(out, dout, row_scale, i, count)
+    line = (batch.to(tl.int64) * tl.num_programs(1) + head) * length
+    tl.store(delta + line + index, products, mask=index < length)
+
+
+@triton.jit
+def query_side_from_saved(
+    dq, strides, scores, k, layout, q_length, k_length, scale, order, angles,
+    GROUPS: tl.constexpr, CAUSAL: tl.constexpr, LAYOUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANGE: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """dq of one tile of queries, the last first. scores, (batch·heads, keys, queries), and k are tensor descriptors.
+
+    BLOCK_M must be the keys of the key side's tiles, and BLOCK_N divide it: then all that is read has been written. A
+    layout's stretch of keys may hold tiles that nobody sees and nobody wrote: there what is not seen is left out.
+    """
+    tiles = tl.cdiv(q_length, BLOCK_M)
+    tile, head, batch = program_coordinates(tiles, order)
+    number = tiles - 1 - tile
+    start, past = number * BLOCK_M, k_length - q_length
+    first, _, last = key_span(layout, batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
+    i, i_document = locate(layout.queries, batch, start + tl.arange(0, BLOCK_M), q_length, past, LAYOUT)
+    line = batch * order[0] + head
+    total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    for left in tl.range(first, last, BLOCK_N):
+        ds = scores.load([line, tl.cast(left, tl.int32), start]).reshape(BLOCK_N, BLOCK_M)
+        if LAYOUT:
+            j, j_document = locate(layout.keys, batch, left + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
+            seen = visible(i[None, :], j[:, None], i_document[None, :], j_document[:, None], CAUSAL, LAYOUT)
+            ds = tl.where(seen, ds, 0.0)
+        keys = stream(k, batch, head // GROUPS, left, BLOCK_N, WIDTH)
+        total = tl.dot(tl.trans(ds), keys, total)
+    store_unrotated(dq, strides, batch, head, start, q_length, total * scale, angles, BLOCK_M, WIDTH, ROTARY)

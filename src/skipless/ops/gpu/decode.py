@@ -5,29 +5,31 @@ import triton
 import triton.language as tl
 from torch import Tensor, library
 
+from skipless.ops.bias import KernelBias
 from skipless.ops.gpu import attention
-from skipless.ops.gpu.launch import Call, by_token, strides_of
+from skipless.ops.gpu.launch import KernelInputs, by_token, strides_of
+from skipless.ops.layout import KernelLayout
 
 
 @triton.jit
-def query_rows(shape, queries, head, batch, length, past, count, GROUPS: tl.constexpr, SLOPES: tl.constexpr,
+def query_rows(bias, queries, head, batch, length, past, count, GROUPS: tl.constexpr, SLOPES: tl.constexpr,
                LAYOUT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Row r is query r mod T_q of query head r div T_q: its head, index, slope and (i, document, row, diagonal)."""
     r = tl.arange(0, ROWS)
     member, index = r // length, r % length
     one = head * GROUPS + tl.minimum(member, GROUPS - 1)
-    slope = tl.load(shape[0] + one * SLOPES).to(tl.float32) * attention.LOG2E
-    i, document = attention.place(queries, batch, index, length, past, LAYOUT)
-    row, diagonal = attention.entries(shape[3], i, count), attention.entries(shape[2], i, count)
+    slope = tl.load(bias.slope + one * SLOPES).to(tl.float32) * attention.LOG2E
+    i, document = attention.locate(queries, batch, index, length, past, LAYOUT)
+    row, diagonal = attention.entries(bias.row, i, count), attention.entries(bias.diagonal, i, count)
     return one, index, slope[:, None], (i[:, None], document[:, None], row[:, None], diagonal[:, None])
 
 
 @triton.jit
-def weigh(scores, own, places, columns, slope, top, count, CAUSAL: tl.constexpr, ROW: tl.constexpr,
+def weigh(scores, own, locations, columns, slope, top, count, CAUSAL: tl.constexpr, ROW: tl.constexpr,
           LAYOUT: tl.constexpr):  # fmt: skip
     """The softmax's numerators of a tile, below the maximum so far; what that shrinks earlier ones by; the maximum."""
     i, document, row, diagonal = own
-    j, j_document = places[0][None, :], places[1][None, :]
+    j, j_document = locations[0][None, :], locations[1][None, :]
     terms = attention.entries(columns, j, count)
     seen = attention.visible(i, j, document, j_document, CAUSAL, LAYOUT)
     scores = attention.exponent(scores, i, j, terms, diagonal, slope, seen, ROW, False, True)
@@ -42,7 +44,7 @@ def weigh(scores, own, places, columns, slope, top, count, CAUSAL: tl.constexpr,
 
 @triton.jit
 def write(acc, total, out, strides, one, index, batch, i, sizes, count, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """D·acc/total into the rows' places."""
+    """D·acc/total into the rows of the output."""
     size = tl.load(sizes + tl.minimum(i, count - 1)).to(tl.float32)
     values = tl.where(total[:, None] > 0.0, acc / tl.where(total > 0.0, total, 1.0)[:, None] * size, 0.0)
     at = out + batch.to(tl.int64) * strides[0] + one[:, None] * strides[1] + index[:, None] * strides[2]
@@ -52,7 +54,7 @@ def write(acc, total, out, strides, one, index, batch, i, sizes, count, rows, WI
 
 @triton.jit
 def share(
-    q, k, v, out, strides, shares, shape, layout, q_length, k_length, each, count, scale,
+    q, k, v, out, strides, shares, bias, layout, q_length, k_length, each, count, scale,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +65,7 @@ def share(
     number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     past = k_length - q_length
     one, index, slope, own = query_rows(
-        shape, layout[0], head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS
+        bias, layout.queries, head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS
     )
     features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
     at = q + batch.to(tl.int64) * strides[0][0] + one[:, None] * strides[0][1] + index[:, None] * strides[0][2]
@@ -72,15 +74,29 @@ def share(
     acc, total = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     for start in tl.range(number * each, tl.minimum((number + 1) * each, k_length), BLOCK_N):
-        keys = attention.tokens(k, strides[1][2], start, k_length, BLOCK_N, WIDTH)
-        values = attention.tokens(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
-        places = attention.place(layout[1], batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
+        keys = attention.load_rows(k, strides[1][2], start, k_length, BLOCK_N, WIDTH)
+        values = attention.load_rows(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
+        locations = attention.locate(layout.keys, batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        weights, shrink, top = weigh(scores, own, places, shape[1], slope, top, count, CAUSAL, ROW, LAYOUT)
+        weights, shrink, top = weigh(scores, own, locations, bias.column, slope, top, count, CAUSAL, ROW, LAYOUT)
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     if ALONE:
-        write(acc, total, out, strides[3], one, index, batch, own[0], shape[4], count, GROUPS * q_length, WIDTH, ROWS)
+        write(
+            acc,
+            total,
+            out,
+            strides[3],
+            one,
+            index,
+            batch,
+            own[0],
+            bias.row_scale,
+            count,
+            GROUPS * q_length,
+            WIDTH,
+            ROWS,
+        )
     else:
         slot = ((batch * tl.num_programs(1) + head) * tl.num_programs(0) + number) * ROWS + r
         tl.store(shares[0] + slot[:, None] * WIDTH + features, acc)
@@ -90,12 +106,12 @@ def share(
 
 @triton.jit
 def join(
-    shares, out, strides, shape, queries, q_length, past, count, number,
+    shares, out, strides, bias, queries, q_length, past, count, number,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, LAYOUT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The output of one key head's rows, from all `number` shares."""
     head, batch = tl.program_id(0), tl.program_id(1)
-    one, index, _, own = query_rows(shape, queries, head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS)
+    one, index, _, own = query_rows(bias, queries, head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS)
     features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
     acc, total = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -108,19 +124,13 @@ def join(
         acc = acc * old[:, None] + tl.load(shares[0] + slot[:, None] * WIDTH + features) * new[:, None]
         total = total * old + tl.load(shares[1] + slot) * new
         top = highest
-    write(acc, total, out, strides, one, index, batch, own[0], shape[4], count, GROUPS * q_length, WIDTH, ROWS)
+    write(acc, total, out, strides, one, index, batch, own[0], bias.row_scale, count, GROUPS * q_length, WIDTH, ROWS)
 
 
-_MOST_ROWS = 64
 _KEYS_PER_TILE = 64
 _KEYS_PER_SHARE = 256  # at least: less is not worth a second kernel
 _LAUNCH: dict = {"BLOCK_N": _KEYS_PER_TILE, "num_warps": 4, "num_stages": 2}
 _PROGRAMS = 264  # two for each multiprocessor of a large GPU
-
-
-def applies(q: Tensor, k: Tensor, needs_grad: bool) -> bool:
-    """Whether these are few queries, of which no gradient is asked: their rows must fit one tile."""
-    return not needs_grad and q.shape[2] * (q.shape[1] // k.shape[1]) <= _MOST_ROWS and q.shape[2] < k.shape[2]
 
 
 def shares_of(keys: int, heads: int, batch: int) -> tuple[int, int]:
@@ -133,32 +143,35 @@ def shares_of(keys: int, heads: int, batch: int) -> tuple[int, int]:
 
 @library.custom_op("skipless::shaped_decoding", mutates_args=())
 def shaped_decoding(
-    q: Tensor, k: Tensor, v: Tensor, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool
-) -> Tensor:
-    """The output alone; arguments as those of skipless::shaped_attention."""
-    call, out = Call(q, k, v, vectors, row, places, causal), by_token(q)
+    q: Tensor, k: Tensor, v: Tensor,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    sides: list[Tensor], causal: bool,
+) -> Tensor:  # fmt: skip
+    """The output alone. Arguments as those of skipless::shaped_attention, but of the layout only queries and keys."""
+    bias, layout = KernelBias(slope, column, diagonal, row_scale, row), KernelLayout(*sides, *sides) if sides else None
+    inputs, out = KernelInputs(q, k, v, bias, layout, causal), by_token(q)
     batch, heads, length, width = k.shape
-    rows = max(16, 1 << (q.shape[2] * call.groups - 1).bit_length())
+    rows = max(16, 1 << (q.shape[2] * inputs.groups - 1).bit_length())
     number, each = shares_of(length, heads, batch)
     alone, sizes = number == 1, (batch, heads, number, rows)
-    parts = tuple(q.new_empty(shape, dtype=torch.float32) for shape in ((*sizes, width), sizes, sizes) if not alone)
-    shape, layout, q_length, k_length, count, scale = call.common()
-    constants: dict = {n: x for n, x in call.constants().items() if n not in ("RELATIVE", "RANGE")}
+    shares = tuple(q.new_empty(size, dtype=torch.float32) for size in ((*sizes, width), sizes, sizes) if not alone)
+    bias, layout, q_length, k_length, count, scale = inputs.common()
+    constants: dict = {n: x for n, x in inputs.constants().items() if n not in ("RELATIVE", "RANGE")}
     constants |= {"ROWS": rows, "ALONE": alone}
     joining: dict = {n: x for n, x in constants.items() if n not in ("CAUSAL", "ROW", "PRECISION", "ALONE")}
     with torch.cuda.device_of(q):
         share[number, heads, batch](
-            q, k, v, out, strides_of(q, k, v, out), parts or (out, out, out), shape, layout, q_length, k_length, each,
+            q, k, v, out, strides_of(q, k, v, out), shares or (out, out, out), bias, layout, q_length, k_length, each,
             count, scale, **constants, **_LAUNCH,
         )  # fmt: skip
         if not alone:
             past = k_length - q_length
             join[heads, batch](
-                parts, out, strides_of(out)[0], shape, layout[0], q_length, past, count, number, **joining
+                shares, out, strides_of(out)[0], bias, layout.queries, q_length, past, count, number, **joining
             )
     return out
 
 
 @shaped_decoding.register_fake
-def _(q, k, v, vectors, row, places, causal):
+def _(q, *rest):
     return by_token(q)

@@ -1,21 +1,22 @@
-"""How the attention kernels are launched: sizes, and the operator torch sees."""
+"""How the attention kernels are launched: sizes of tiles, arguments, and the operator that torch sees."""
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, library
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from skipless.ops.gpu import attention_backward
-from skipless.ops.gpu import attention_backward as gradient
-from skipless.ops.gpu.attention import LOG2E, forward
-from skipless.ops.layout import BLOCK
+from skipless.ops.bias import KernelBias
+from skipless.ops.gpu import attention
+from skipless.ops.gpu.attention import LOG2E
+from skipless.ops.layout import BLOCK, KernelLayout
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched: tiles of `queries` × `keys`, warps per program, and stages of its pipeline."""
+    """How a GPU kernel is launched: tiles of `queries` × `keys`, warps per program, and stages of its pipeline."""
 
     queries: int
     keys: int
@@ -25,15 +26,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The forward kernel's tiles, and the backward's: those of its key side and those of its query side.
+    """Tiles of the forward kernel, and of the backward pass: those of its key side and those of its query side.
 
-    kept: the query side's where the key side keeps the gradients of the scores; its queries are the key side's keys.
+    saved: the query side's where the key side saves the gradients of the scores; its queries are the key side's keys.
     """
 
     forward: Launch
     key_side: Launch
     query_side: Launch
-    kept: Launch
+    saved: Launch
 
 
 def sizes(head_width: int, dtype: torch.dtype) -> Sizes:
@@ -47,34 +48,33 @@ def sizes(head_width: int, dtype: torch.dtype) -> Sizes:
     return Sizes(Launch(64, 32, 4, 2), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 2))
 
 
-# Gradients of scores that a backward pass may keep, so that one of its two sides need not compute them again.
-KEPT_BYTES = 512 * 2**20
+# Gradients of scores that a backward pass may save, so that one of its two sides need not compute them again.
+SAVED_SCORES_BYTES = 512 * 2**20
 # What heads whose longest tiles come first, side by side, may read, so that it stays in the cache. By
 # benchmarks/tune_attention.py: on an H200 10 % of attention at T=512 and 15 % at 2048; 16 MiB do the same, 4 less.
 _SECTION_BYTES = 8 * 2**20
-_FEWEST_HEADS = 4  # of which scores are kept: tiles of fewer leave multiprocessors idle while the longest one runs
+_FEWEST_HEADS = 4  # of which scores are saved: tiles of fewer leave multiprocessors idle while the longest one runs
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """One attention problem, in the kernels' terms. vectors: slope, column, diagonal, row_scale. places: 0 or 4."""
+class KernelInputs:
+    """One attention problem, in the kernels' terms. layout is None where locations are in order."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    vectors: list[Tensor]
-    row: Tensor | None
-    places: list[Tensor]
+    bias: KernelBias
+    layout: KernelLayout | None
     causal: bool
 
-    def part(self, rows: slice, heads: slice) -> "Call":
+    def part(self, rows: slice, heads: slice) -> "KernelInputs":
         """The same for some rows of the batch and some key heads, with the query heads that share them."""
-        slopes, those = self.vectors[0], self.query_heads(heads)
+        slopes, those = self.bias.slope, self.query_heads(heads)
         return replace(
             self, q=self.q[rows, those], k=self.k[rows, heads], v=self.v[rows, heads],
-            vectors=[slopes[those] if slopes.numel() > 1 else slopes, *self.vectors[1:]],
-            places=[t[rows] for t in self.places],
+            bias=self.bias._replace(slope=slopes[those] if slopes.numel() > 1 else slopes),
+            layout=None if self.layout is None else KernelLayout(*(t[rows] for t in self.layout)),
         )  # fmt: skip
 
     def query_heads(self, heads: slice) -> slice:
@@ -87,84 +87,103 @@ class Call:
         return self.q.shape[1] // self.k.shape[1]
 
     def common(self) -> tuple:
-        """(shape, layout, T_q, T_k, entries of a vector, scale·log₂e) in the kernels' order."""
-        slope, column, diagonal, row_scale = self.vectors
-        shape = (slope, column, diagonal, column if self.row is None else self.row, row_scale)
-        layout = tuple(self.places) if self.places else (column,) * 4
+        """(bias, layout, T_q, T_k, entries of a vector, scale·log₂e) in the kernels' order.
+
+        Kernels that need no row term or layout are given tensors that they do not read.
+        """
+        bias, column = self.bias, self.bias.column
+        bias = bias if bias.row is not None else bias._replace(row=column)
         scale = self.q.shape[3] ** -0.5 * LOG2E.value
-        return shape, layout, self.q.shape[2], self.k.shape[2], column.shape[0], scale
+        return bias, self.layout or _unread(column), self.q.shape[2], self.k.shape[2], column.shape[0], scale
 
     def constants(self) -> dict:
         """What the kernels are compiled for."""
         half = self.q.dtype != torch.float32
         return {
             "GROUPS": self.groups,
-            "SLOPES": int(self.vectors[0].numel() > 1),
+            "SLOPES": int(self.bias.slope.numel() > 1),
             "CAUSAL": self.causal,
-            "ROW": self.row is not None,
-            "LAYOUT": bool(self.places),
+            "ROW": self.bias.row is not None,
+            "LAYOUT": self.layout is not None,
             # a frame per tile costs an exponent up to 1e-5: less than bfloat16 keeps of a weight, more than float32
-            "RELATIVE": half and self.causal and not self.places and self.row is None,
+            "RELATIVE": half and self.causal and self.layout is None and self.bias.row is None,
             "WIDTH": self.q.shape[3],
             "RANGE": BLOCK,
             "PRECISION": "tf32" if half else "ieee",
         }
 
 
-def run_forward(call: Call, out: Tensor, lse: Tensor, launch: Launch) -> None:
+class Angles(NamedTuple):
+    """cos and sin of every token's rotation, (batch or 1, T, head_width/2), and the stride of their batch, 0 for 1."""
+
+    cos: Tensor
+    sin: Tensor
+    batch_stride: int
+
+    def of_rows(self, rows: slice) -> "Angles":
+        """For some rows of the batch."""
+        return Angles(self.cos[rows], self.sin[rows], self.batch_stride) if self.batch_stride else self
+
+
+def _unread(tensor: Tensor) -> KernelLayout:
+    return KernelLayout(tensor, tensor, tensor, tensor)
+
+
+def run_forward(inputs: KernelInputs, out: Tensor, lse: Tensor, launch: Launch) -> None:
     """Fill out and lse."""
-    shape, layout, *rest = call.common()
-    q, k, v = call.q, call.k, call.v
+    bias, layout, *rest = inputs.common()
+    q, k, v = inputs.q, inputs.k, inputs.v
     grid, order = _programs(q, launch.queries, k)
-    forward[grid](
-        q, out, strides_of(q, out), _descriptor(k, launch.keys), _descriptor(v, launch.keys), lse, shape, layout, *rest,
-        **order, **call.constants(), **_options(launch),
+    attention.forward[grid](
+        q, out, strides_of(q, out), _descriptor(k, launch.keys), _descriptor(v, launch.keys), lse, bias, layout, *rest,
+        **order, **inputs.constants(), **_options(launch),
     )  # fmt: skip
 
 
 def run_backward(
-    call: Call, out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple, tables: tuple | None = None
+    inputs: KernelInputs, out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple, angles: Angles | None = None
 ) -> None:
-    """Fill dq, dk and dv; dq and dk by what was rotated, where there are tables of the rotation."""
-    sums, size, (rows, heads) = (lse, torch.empty_like(lse)), sizes(call.q.shape[3], call.q.dtype), kept_at_once(call)
+    """Fill dq, dk and dv; dq and dk by what was rotated, where there are angles."""
+    sums, size = (lse, torch.empty_like(lse)), sizes(inputs.q.shape[3], inputs.q.dtype)
+    rows, heads = saved_at_once(inputs)
     if not rows:
-        run_query_side(call, out, dout, sums, gradients[0], size.query_side, tables)
-        run_key_side(call, dout, sums, gradients[1:], size.key_side, tables)
+        run_query_side(inputs, out, dout, sums, gradients[0], size.query_side, angles)
+        run_key_side(inputs, dout, sums, gradients[1:], size.key_side, angles)
         return
-    run_row_products(call, out, dout, sums[1], size.kept)
-    scores = _scores(call, rows, heads)
-    (batch, kv_heads), (dq, dk, dv) = call.k.shape[:2], gradients
+    run_row_products(inputs, out, dout, sums[1], size.saved)
+    scores = _scores(inputs, rows, heads)
+    (batch, kv_heads), (dq, dk, dv) = inputs.k.shape[:2], gradients
     starts = itertools.product(range(0, batch, rows), range(0, kv_heads, heads))
     for some, keys in ((slice(row, row + rows), slice(head, head + heads)) for row, head in starts):
-        queries, part = call.query_heads(keys), call.part(some, keys)
-        turning = tables if tables is None or not tables[2] else (*(t[some] for t in tables[:2]), tables[2])
+        queries, part = inputs.query_heads(keys), inputs.part(some, keys)
+        own_angles = None if angles is None else angles.of_rows(some)
         own_sums, own = tuple(t[some, queries] for t in sums), (dk[some, keys], dv[some, keys])
-        run_key_side(part, dout[some, queries], own_sums, own, size.key_side, turning, scores)
-        run_kept_query_side(part, scores, dq[some, queries], size.kept, turning)
+        run_key_side(part, dout[some, queries], own_sums, own, size.key_side, own_angles, scores)
+        run_query_side_from_saved(part, scores, dq[some, queries], size.saved, own_angles)
 
 
-def kept_at_once(call: Call) -> tuple[int, int]:
-    """How many rows of the batch and key heads at a time keep the gradients of their scores; 0, 0 where none do.
+def saved_at_once(inputs: KernelInputs) -> tuple[int, int]:
+    """How many rows of the batch and key heads at a time save the gradients of their scores; 0, 0 where none do.
 
     All heads of some rows, or else some heads of one row, if they are enough to fill a GPU. Tiles that are read must
-    have been written: those of a causal mask that starts at the first key have, and with places what is not seen is
+    have been written: those of a causal mask that starts at the first key have, and with a layout what is not seen is
     left out.
     """
-    (batch, _, queries, _), (_, kv_heads, keys, _) = call.q.shape, call.k.shape
-    if call.q.dtype == torch.float32 or (queries != keys and not call.places):
+    (batch, _, queries, _), (_, kv_heads, keys, _) = inputs.q.shape, inputs.k.shape
+    if inputs.q.dtype == torch.float32 or (queries != keys and inputs.layout is None):
         return 0, 0
-    fit = KEPT_BYTES // (call.groups * keys * _padded(queries) * call.q.element_size())
+    fit = SAVED_SCORES_BYTES // (inputs.groups * keys * _padded(queries) * inputs.q.element_size())
     if fit >= kv_heads:
         return min(batch, fit // kv_heads), kv_heads
-    if fit * call.groups < _FEWEST_HEADS:
+    if fit * inputs.groups < _FEWEST_HEADS:
         return 0, 0
     return 1, -(-kv_heads // -(-kv_heads // fit))  # as many each time
 
 
-def _scores(call: Call, rows: int, heads: int) -> Tensor:
+def _scores(inputs: KernelInputs, rows: int, heads: int) -> Tensor:
     """Room for the gradients of scores of so many rows and key heads, (rows·query heads, keys, queries)."""
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    return call.q.new_empty(rows * heads * call.groups, keys, _padded(queries))[..., :queries]
+    queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    return inputs.q.new_empty(rows * heads * inputs.groups, keys, _padded(queries))[..., :queries]
 
 
 def _padded(length: int) -> int:
@@ -172,55 +191,63 @@ def _padded(length: int) -> int:
     return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
-def run_row_products(call: Call, out: Tensor, dout: Tensor, delta: Tensor, launch: Launch) -> None:
+def run_row_products(inputs: KernelInputs, out: Tensor, dout: Tensor, delta: Tensor, launch: Launch) -> None:
     """Fill δ."""
-    batch, heads, length, width = call.q.shape
-    row_scale, past = call.vectors[3], call.k.shape[2] - length
-    constants: dict = {"LAYOUT": bool(call.places), "WIDTH": width, "BLOCK_M": launch.queries}
+    batch, heads, length, width = inputs.q.shape
+    row_scale, past, layout = inputs.bias.row_scale, inputs.k.shape[2] - length, inputs.common()[1]
+    constants: dict = {"LAYOUT": inputs.layout is not None, "WIDTH": width, "BLOCK_M": launch.queries}
     constants["num_warps"] = launch.warps
-    attention_backward.row_products[_tiles(length, launch.queries), heads, batch](
-        out, dout, strides_of(out, dout), delta, row_scale, call.common()[1][0], length, past, row_scale.shape[0],
+    attention.row_products[_tiles(length, launch.queries), heads, batch](
+        out, dout, strides_of(out, dout), delta, row_scale, layout.queries, length, past, row_scale.shape[0],
         **constants,
     )  # fmt: skip
 
 
 def run_key_side(
-    call: Call, dout: Tensor, sums: tuple, gradients: tuple, launch: Launch, tables: tuple | None = None,
+    inputs: KernelInputs, dout: Tensor, sums: tuple, gradients: tuple, launch: Launch, angles: Angles | None = None,
     scores: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill dk and dv, from lse and δ; by k before its rotation where there are tables of one. And scores, if given."""
-    shape, layout, *rest = call.common()
-    q, k, v = call.q, call.k, call.v
-    keep = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
+    """Fill dk and dv, from lse and δ; by k before its rotation where there are angles. And scores, if given."""
+    bias, layout, *rest = inputs.common()
+    q, k, v = inputs.q, inputs.k, inputs.v
+    saved = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
     grid, order = _programs(k, launch.keys, q)
-    gradient.key_side[grid](
-        k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), keep,
-        sums, gradients, shape, layout, *rest, **order, **_turning(tables, sums), **_keeping(scores),
-        **call.constants(), **_options(launch),
+    attention.key_side[grid](
+        k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), saved,
+        sums, gradients, bias, layout, *rest, **order, **_rotary(angles, sums), **_saving(scores),
+        **inputs.constants(), **_options(launch),
     )  # fmt: skip
 
 
 def run_query_side(
-    call: Call, out: Tensor, dout: Tensor, sums: tuple, dq: Tensor, launch: Launch, tables: tuple | None = None
+    inputs: KernelInputs,
+    out: Tensor,
+    dout: Tensor,
+    sums: tuple,
+    dq: Tensor,
+    launch: Launch,
+    angles: Angles | None = None,
 ) -> None:
-    """Fill dq and δ, from lse; dq by q before its rotation where there are tables of one."""
-    shape, layout, *rest = call.common()
-    q, k, v = call.q, call.k, call.v
+    """Fill dq and δ, from lse; dq by q before its rotation where there are angles."""
+    bias, layout, *rest = inputs.common()
+    q, k, v = inputs.q, inputs.k, inputs.v
     grid, order = _programs(q, launch.queries, k)
-    gradient.query_side[grid](
+    attention.query_side[grid](
         q, out, dout, dq, strides_of(q, out, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
-        sums, shape, layout, *rest, **order, **_turning(tables, sums), **call.constants(), **_options(launch),
+        sums, bias, layout, *rest, **order, **_rotary(angles, sums), **inputs.constants(), **_options(launch),
     )  # fmt: skip
 
 
-def run_kept_query_side(call: Call, scores: Tensor, dq: Tensor, launch: Launch, tables: tuple | None = None) -> None:
-    """Fill dq from the gradients of scores that the key side has kept."""
-    q, k, wanted = call.q, call.k, ("GROUPS", "CAUSAL", "LAYOUT", "WIDTH", "RANGE")
-    constants = {name: value for name, value in call.constants().items() if name in wanted}
+def run_query_side_from_saved(
+    inputs: KernelInputs, scores: Tensor, dq: Tensor, launch: Launch, angles: Angles | None = None
+) -> None:
+    """Fill dq from the gradients of scores that the key side has saved."""
+    q, k, wanted = inputs.q, inputs.k, ("GROUPS", "CAUSAL", "LAYOUT", "WIDTH", "RANGE")
+    constants = {name: value for name, value in inputs.constants().items() if name in wanted}
     grid, order = _programs(q, launch.queries, k)
-    attention_backward.query_side_from_saved[grid](
-        dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), call.common()[1],
-        q.shape[2], k.shape[2], q.shape[3] ** -0.5, **order, **_turning(tables, (dq, dq)), **constants,
+    attention.query_side_from_saved[grid](
+        dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), inputs.common()[1],
+        q.shape[2], k.shape[2], q.shape[3] ** -0.5, **order, **_rotary(angles, (dq, dq)), **constants,
         **_options(launch),
     )  # fmt: skip
 
@@ -230,20 +257,20 @@ def _tile_of_scores(scores: Tensor, launch: Launch) -> TensorDescriptor:
 
 
 def _programs(own: Tensor, rows: int, read: Tensor) -> tuple[tuple[int], dict]:
-    """(grid, order for `tile.turn`): programs by tiles of so many rows of `own`; each reads two tensors like `read`."""
+    """(grid, order for `program_coordinates`): a program per `rows` of own, which reads two tensors like `read`."""
     batch, heads, length, _ = own.shape
     of_head = 2 * read.shape[2] * read.shape[3] * read.element_size() * max(1, read.shape[1] // heads)
     order = heads, max(1, _SECTION_BYTES // of_head)
     return (_tiles(length, rows) * heads * batch,), {"order": order}
 
 
-def _turning(tables: tuple | None, sums: tuple) -> dict:
-    """tables: cos, sin and the stride of their batch. Kernels that turn nothing are given what they do not read."""
-    return {"tables": tables or (*sums, 0), "TURN": tables is not None}
+def _rotary(angles: Angles | None, sums: tuple) -> dict:
+    """Kernels that rotate nothing are given tensors that they do not read."""
+    return {"angles": angles or Angles(*sums, 0), "ROTARY": angles is not None}
 
 
-def _keeping(scores: Tensor | None) -> dict:
-    return {"KEEP": scores is not None}
+def _saving(scores: Tensor | None) -> dict:
+    return {"SAVE": scores is not None}
 
 
 def _options(launch: Launch) -> dict:
@@ -293,53 +320,63 @@ def by_token(q: Tensor) -> Tensor:
     return q.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
+def layout_of(tensors: list[Tensor]) -> KernelLayout | None:
+    """From an operator's argument, whose list is empty where locations are in order."""
+    return KernelLayout(*tensors) if tensors else None
+
+
 @library.custom_op("skipless::shaped_attention", mutates_args=())
 def shaped_attention(
-    q: Tensor, k: Tensor, v: Tensor, vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool
-) -> tuple[Tensor, Tensor]:
-    """(out, lse − log₂D in exponents of 2)."""
+    q: Tensor, k: Tensor, v: Tensor,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    layout: list[Tensor], causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse − log₂D in exponents of 2). The bias is a KernelBias; layout is empty, or a KernelLayout."""
     out = by_token(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    call = Call(aligned(q), aligned(k), aligned(v), vectors, row, places, causal)
+    bias = KernelBias(slope, column, diagonal, row_scale, row)
+    inputs = KernelInputs(aligned(q), aligned(k), aligned(v), bias, layout_of(layout), causal)
     with torch.cuda.device_of(q):
-        run_forward(call, out, lse, sizes(q.shape[3], q.dtype).forward)
+        run_forward(inputs, out, lse, sizes(q.shape[3], q.dtype).forward)
     return out, lse
 
 
 @library.custom_op("skipless::shaped_attention_backward", mutates_args=())
 def shaped_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    vectors: list[Tensor], row: Tensor | None, places: list[Tensor], causal: bool,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    layout: list[Tensor], causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv)."""
     gradients = _like(q), _like(k), _like(v)
-    call = Call(aligned(q), aligned(k), aligned(v), vectors, row, places, causal)
+    bias = KernelBias(slope, column, diagonal, row_scale, row)
+    inputs = KernelInputs(aligned(q), aligned(k), aligned(v), bias, layout_of(layout), causal)
     with torch.cuda.device_of(q):
-        run_backward(call, out, aligned(dout), lse, gradients)
+        run_backward(inputs, out, aligned(dout), lse, gradients)
     return gradients
 
 
 @shaped_attention.register_fake
-def _(q, k, v, vectors, row, places, causal):
+def _(q, *rest):
     return by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @shaped_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, vectors, row, places, causal):
+def _(dout, q, k, v, *rest):
     return _like(q), _like(k), _like(v)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, vectors, row, places, causal = inputs
-    ctx.save_for_backward(q, k, v, *output, row, *vectors, *places)
+    q, k, v, *bias, layout, causal = inputs
+    ctx.save_for_backward(q, k, v, *output, *bias, *layout)
     ctx.causal = causal
 
 
 def _differentiate(ctx, dout: Tensor, dlse: Tensor):
-    q, k, v, out, lse, row, slope, column, diagonal, row_scale, *places = ctx.saved_tensors
-    vectors = [slope, column, diagonal, row_scale]
-    gradients = shaped_attention_backward(dout, q, k, v, out, lse, vectors, row, places, ctx.causal)
-    return *gradients, [None] * 4, None, [None] * len(places), None
+    q, k, v, out, lse, slope, column, diagonal, row_scale, row, *layout = ctx.saved_tensors
+    bias = KernelBias(slope, column, diagonal, row_scale, row)
+    gradients = shaped_attention_backward(dout, q, k, v, out, lse, *bias, layout, ctx.causal)
+    return *gradients, *[None] * len(bias), [None] * len(layout), None
 
 
 library.register_autograd("skipless::shaped_attention", _differentiate, setup_context=_save)

@@ -1,4 +1,4 @@
-"""A few rows times matrices of the same input, in one pass over their weights: a Triton kernel as a torch operator."""
+"""A small batch times matrices of the same input, in one pass over their weights: a GPU kernel as a torch operator."""
 
 from typing import Any
 
@@ -47,8 +47,8 @@ def block(widths: list[int], k: int) -> tuple[int, int]:
     return down, across
 
 
-@library.custom_op("skipless::few_rows_linear", mutates_args=())
-def few_rows_linear(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+@library.custom_op("skipless::small_batch_linear", mutates_args=())
+def small_batch_linear(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
     """x (…, k) times each of up to three matrices (n, k), side by side, plus a bias of all; n and k multiples of 16."""
     kernel: Any = rows_times  # the decorated function takes more than its signature says
     flat, widths = x.reshape(-1, x.shape[-1]).contiguous(), [weight.shape[0] for weight in weights]
@@ -66,6 +66,6 @@ def few_rows_linear(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Te
     return y.unflatten(0, x.shape[:-1])
 
 
-@few_rows_linear.register_fake
+@small_batch_linear.register_fake
 def _(x, weights, bias):
     return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from skipless.nn.attention import ShapedAttention
+
 
 class HalfWeights:
     """A copy in `dtype` of the matrix of every nn.Linear in `model`, for training under autocast.
@@ -18,8 +20,8 @@ class HalfWeights:
     and stay what is saved and optimised: the optimiser takes gradient_of(parameter), updates the parameter, and then
     writes its copy.
 
-    A module that multiplies one input by several matrices at once (attention: query, key, value) names those layers by
-    joined_layers(). Their copies are rows of one matrix, which the module finds as its `joined` inside in_place().
+    Attention may multiply its input by the matrices of queries, keys and values at once: those of its qkv_layers().
+    Their copies are rows of one matrix, which attention is given by set_qkv_weight() inside in_place().
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16):
@@ -31,10 +33,11 @@ class HalfWeights:
         self._copies = {
             matrix: nn.Parameter(matrix.detach().to(dtype), matrix.requires_grad) for _, matrix in self._layers
         }
-        self._joined: list[tuple[nn.Module, nn.Parameter]] = []
+        self._joined: list[tuple[ShapedAttention, nn.Parameter]] = []
         self._rows: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # of a parameter: the joined matrix, and where in it
         for module in model.modules():
-            self._join(module)
+            if isinstance(module, ShapedAttention):
+                self._join(module)
         self._versions = self._seen()
 
     def __len__(self) -> int:
@@ -81,20 +84,20 @@ class HalfWeights:
         """The copies take the parameters' places in their layers meanwhile."""
         for layer, matrix in self._layers:
             layer._parameters["weight"] = self._copies[matrix]
-        for module, joined in self._joined:
-            vars(module)["joined"] = joined  # not by setattr, which would register a parameter of the module
+        for attention, joined in self._joined:
+            attention.set_qkv_weight(joined)
         try:
             yield
         finally:
             for layer, matrix in self._layers:
                 layer._parameters["weight"] = matrix
-            for module, _ in self._joined:
-                vars(module)["joined"] = None
+            for attention, _ in self._joined:
+                attention.set_qkv_weight(None)
 
-    def _join(self, module: nn.Module) -> None:
-        """Lay the copies of its joined layers side by side, if each has one and all or none are trained."""
-        layers = getattr(module, "joined_layers", tuple)()
-        matrices = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+    def _join(self, attention: ShapedAttention) -> None:
+        """Lay the copies of its qkv_layers() side by side, if each has one and all or none are trained."""
+        layers = attention.qkv_layers()
+        matrices = [layer.weight for layer in layers]
         copies = [self._copies[matrix] for matrix in matrices if matrix in self._copies]
         if len(copies) != len(layers) or len({copy.requires_grad for copy in copies}) != 1:
             return
@@ -103,7 +106,7 @@ class HalfWeights:
         for matrix, copy in zip(matrices, copies, strict=True):
             rows = slice(start, start + copy.shape[0])
             copy.data, self._rows[matrix], start = joined.detach()[rows], (joined, rows), rows.stop
-        self._joined.append((module, joined))
+        self._joined.append((attention, joined))
 
     def _seen(self) -> list[int]:
         return [matrix._version for matrix in self._copies]

@@ -8,13 +8,11 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, library
 from torch._dynamo.backends.common import aot_autograd
 
-from skipless.nn import attention as nn_attention
-from skipless.nn.attention import AttentionOptions, Positions, ShapedAttention
-from skipless.nn.position import Rotation
+from skipless.nn.attention import AttentionOptions, ShapedAttention
+from skipless.nn.position import Positions
 from skipless.ops import gpu
-from skipless.ops.attention import shaped_attention, turned_attention
-from skipless.ops.bias import BiasVectors
-from skipless.ops.inputs import Request
+from skipless.ops.attention import Rotation, rotary_attention, shaped_attention
+from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.theory.schemes import ExponentialSPA, ValueSkipInit
 from skipless.theory.shapes import AttentionShape, ExponentialShape, PlainShape, UniformShape
@@ -35,9 +33,9 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=lambda 
 
 @dataclass
 class Case:
-    """A joined product, an upstream gradient, and how many heads are in it."""
+    """A product qkv, an upstream gradient, and how many heads are in it."""
 
-    together: Tensor
+    qkv: Tensor
     upstream: Tensor
     heads: int
     kv_heads: int
@@ -58,46 +56,45 @@ class Case:
         return self.upstream.shape[3]
 
     def rotation(self) -> Rotation:
-        here = torch.arange(self.together.shape[1], device=DEVICE)[None]
+        here = torch.arange(self.qkv.shape[1], device=DEVICE)[None]
         return Rotation.at(here if self.layout is None else self.layout.query_locations, self.width)
 
-    def parts(self, together: Tensor) -> list[Tensor]:
+    def slices(self, qkv: Tensor) -> list[Tensor]:
         counts = [self.heads, self.kv_heads, self.kv_heads]
-        return [p.transpose(1, 2) for p in together.unflatten(-1, (-1, self.width)).split(counts, dim=2)]
+        return [p.transpose(1, 2) for p in qkv.unflatten(-1, (-1, self.width)).split(counts, dim=2)]
 
-    def turned(self, together: Tensor) -> Tensor:
-        parts = BiasVectors.of(self.shape, together.shape[1], DEVICE)
-        rotation = self.rotation()
-        request = Request(*self.parts(together), parts, self.layout)
-        out = turned_attention(request, together, rotation.cos, rotation.sin, "triton")
+    def fused(self, qkv: Tensor) -> Tensor:
+        bias = BiasVectors.of(self.shape, qkv.shape[1], DEVICE)
+        inputs = AttentionInputs(*self.slices(qkv), bias, self.layout)
+        out = rotary_attention(inputs, qkv, self.rotation(), "triton")
         assert out is not None
         return out
 
     def apart(self) -> tuple[Tensor, Tensor]:
         """The product without the values, and those by themselves."""
         features = (self.heads + self.kv_heads) * self.width
-        return self.together[..., :features].clone(), self.parts(self.together)[2]
+        return self.qkv[..., :features].clone(), self.slices(self.qkv)[2]
 
-    def composed(self, together: Tensor, impl: str = "reference") -> Tensor:
-        q, k, v = self.parts(together)
+    def composed(self, qkv: Tensor, impl: str = "reference") -> Tensor:
+        q, k, v = self.slices(qkv)
         rotation = self.rotation()
         q, k = rotation.rotate(q), rotation.rotate(k)
         return shaped_attention(q, k, v, self.shape, impl=impl, layout=self.layout)
 
     def run(self, attend, dtype=None) -> tuple[Tensor, Tensor]:
-        """The output, and the gradient by the joined product."""
-        together = self.together.to(dtype or self.together.dtype).clone().requires_grad_()
-        out = attend(together)
-        return out, *torch.autograd.grad(out, together, self.upstream.to(out.dtype))
+        """The output, and the gradient by qkv."""
+        qkv = self.qkv.to(dtype or self.qkv.dtype).clone().requires_grad_()
+        out = attend(qkv)
+        return out, *torch.autograd.grad(out, qkv, self.upstream.to(out.dtype))
 
     def check(self):
         """As near the truth as the same composition in the same precision, within a factor of 2."""
         truth = self.run(self.composed, torch.float64)
         plain = self.run(self.composed)
-        for name, ours, theirs, exact in zip(("out", "gradient"), self.run(self.turned), plain, truth, strict=True):
+        for name, ours, theirs, exact in zip(("out", "gradient"), self.run(self.fused), plain, truth, strict=True):
             assert ours.shape == exact.shape
-            assert ours.dtype == self.together.dtype
-            floor = 1e-6 * exact.norm() if self.together.dtype == torch.float32 else 0.0
+            assert ours.dtype == self.qkv.dtype
+            floor = 1e-6 * exact.norm() if self.qkv.dtype == torch.float32 else 0.0
             error, allowed = (ours.double() - exact).norm(), 2 * (theirs.double() - exact).norm()
             assert error <= max(allowed, floor), f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
@@ -123,7 +120,7 @@ def test_heads_that_share_keys_or_do_not(dtype, kv_heads):
 
 @each_dtype
 @pytest.mark.parametrize("shape", [E_SPA, U_SPA], ids=["e-spa", "u-spa"])
-def test_packed_documents_turn_each_row_by_its_own_locations(dtype, shape):
+def test_packed_documents_rotate_each_row_by_its_own_locations(dtype, shape):
     documents = (torch.arange(130)[None] // torch.tensor([[47], [90]])).clone()
     documents[1, -20:] = -1
     case = Case.make(dtype, shape, length=130, documents=documents)
@@ -139,7 +136,7 @@ def test_two_sided_attention():
 def test_the_two_paths_through_the_kernels_agree(dtype):
     """The output to the last bits of the rotation; the gradient to a rounding that only the other path makes."""
     case = Case.make(dtype, E_SPA, length=130, width=64)
-    (out, gradient), (same, other) = case.run(case.turned), case.run(lambda t: case.composed(t, "triton"))
+    (out, gradient), (same, other) = case.run(case.fused), case.run(lambda t: case.composed(t, "triton"))
     rounding = torch.finfo(dtype).eps
     assert (out - same).norm() <= rounding * same.norm()
     assert (gradient - other).norm() <= 2 * rounding * other.norm()
@@ -152,12 +149,11 @@ def test_the_two_paths_through_the_kernels_agree(dtype):
 def test_values_beside_the_product_are_values_in_it(dtype, kv_heads):
     """To the bit, and so are the gradients."""
     case = Case.make(dtype, kv_heads=kv_heads)
-    out, gradient = case.run(case.turned)
+    out, gradient = case.run(case.fused)
     product, values = (t.clone().requires_grad_() for t in case.apart())
     q, k = (p.transpose(1, 2) for p in product.unflatten(-1, (-1, case.width)).split([case.heads, kv_heads], dim=2))
-    request = Request(q, k, values, BiasVectors.of(case.shape, 70, DEVICE))
-    rotation = case.rotation()
-    same = turned_attention(request, product, rotation.cos, rotation.sin, "triton")
+    inputs = AttentionInputs(q, k, values, BiasVectors.of(case.shape, 70, DEVICE))
+    same = rotary_attention(inputs, product, case.rotation(), "triton")
     assert same is not None
     by_product, by_values = torch.autograd.grad(same, (product, values), case.upstream)
     assert torch.equal(same, out)
@@ -166,46 +162,49 @@ def test_values_beside_the_product_are_values_in_it(dtype, kv_heads):
 
 def test_what_does_not_fit_is_left_to_the_other_path():
     case = Case.make(torch.float32)
-    rotation, parts = case.rotation(), BiasVectors.of(case.shape, 70, DEVICE)
-    request = Request(*case.parts(case.together), parts)
-    tables = rotation.cos, rotation.sin
-    assert turned_attention(request, case.together, *tables, "reference") is None
-    assert turned_attention(request, case.together, *(t[:, :, :1] for t in tables), "triton") is None
-    wide = case.together.double()
-    assert turned_attention(Request(*case.parts(wide), parts), wide, *tables, "triton") is None
+    rotation, bias = case.rotation(), BiasVectors.of(case.shape, 70, DEVICE)
+    inputs = AttentionInputs(*case.slices(case.qkv), bias)
+    one = Rotation(*(t[:, :, :1] for t in (rotation.cos, rotation.sin)))
+    assert rotary_attention(inputs, case.qkv, rotation, "reference") is None
+    assert rotary_attention(inputs, case.qkv, one, "triton") is None
+    wide = case.qkv.double()
+    assert rotary_attention(AttentionInputs(*case.slices(wide), bias), wide, rotation, "triton") is None
+    split, options = case.slices(case.qkv), {"rotation": rotation, "qkv": case.qkv, "impl": "reference"}
+    assert torch.equal(shaped_attention(*split, case.shape, **options), case.composed(case.qkv))
 
 
 def test_torch_finds_no_fault_with_the_operators():
     from skipless.ops.gpu import rotary
 
     case = Case.make(torch.float32, length=20)
-    rotation, parts = case.rotation(), BiasVectors.of(U_SPA, 20, DEVICE)
-    vectors = [parts.slope, parts.column, parts.diagonal, parts.row_scale]
-    heads, rest = (case.heads, case.kv_heads), (vectors, parts.row, [], True)
-    tables = rotation.cos, rotation.sin
-    library.opcheck(rotary.turned_attention, (case.together.clone().requires_grad_(), None, *tables, *heads, *rest))
-    out, lse, rotated = rotary.turned_attention(case.together, None, *tables, *heads, *rest)
-    arguments = (case.upstream, case.together, None, *tables, rotated, out, lse, *heads, *rest)
-    library.opcheck(rotary.turned_attention_backward, arguments)
+    rotation, bias = case.rotation(), BiasVectors.of(U_SPA, 20, DEVICE).for_kernels()
+    heads, rest = (case.heads, case.kv_heads), (*bias, [], True)
+    angles = rotation.cos, rotation.sin
+    library.opcheck(rotary.rotary_attention, (case.qkv.clone().requires_grad_(), None, *angles, *heads, *rest))
+    out, lse, rotated = rotary.rotary_attention(case.qkv, None, *angles, *heads, *rest)
+    arguments = (case.upstream, case.qkv, None, *angles, rotated, out, lse, *heads, *rest)
+    library.opcheck(rotary.rotary_attention_backward, arguments)
     product, values = (t.clone().requires_grad_() for t in case.apart())
-    library.opcheck(rotary.turned_attention, (product, values, *tables, *heads, *rest))
-    arguments = (case.upstream, product.detach(), values.detach(), *tables, rotated, out, lse, *heads, *rest)
-    library.opcheck(rotary.turned_attention_backward, arguments)
+    library.opcheck(rotary.rotary_attention, (product, values, *angles, *heads, *rest))
+    arguments = (case.upstream, product.detach(), values.detach(), *angles, rotated, out, lse, *heads, *rest)
+    library.opcheck(rotary.rotary_attention_backward, arguments)
 
 
 @pytest.fixture
-def joined(monkeypatch):
-    """Modules take the path of compiled training; returns which calls went through the operator."""
-    taken = []
+def taken(monkeypatch):
+    """Modules take the path of compiled training; returns which calls of theirs went through the operator."""
+    from skipless.ops import attention
+
+    found = []
 
     def spy(*args):
-        out = turned_attention(*args)
-        taken.append(out is not None)
+        out = rotary_attention(*args)
+        found.append(out is not None)
         return out
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(nn_attention.attention, "turned_attention", spy)
-    return taken
+    monkeypatch.setattr(attention, "rotary_attention", spy)
+    return found
 
 
 def build(shape=None, **options) -> ShapedAttention:
@@ -217,9 +216,9 @@ def build(shape=None, **options) -> ShapedAttention:
     return module.to(DEVICE)
 
 
-def results(module, x, placement=None) -> list[Tensor]:
+def results(module, x, positions=None) -> list[Tensor]:
     x = x.detach().requires_grad_()
-    out = module(x, placement)
+    out = module(x, positions)
     return [out, *torch.autograd.grad(out.square().sum(), [x, *(p for p in module.parameters() if p.requires_grad)])]
 
 
@@ -229,20 +228,20 @@ def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, val
     module = build(value_output="identity" if values == "identity" else "trained")
     if values == "frozen":
         module.value.requires_grad_(False)
-    assert len(module.joined_layers()) == (3 if values == "trained" else 2)
+    assert len(module.qkv_layers()) == (3 if values == "trained" else 2)
     x = torch.randn(2, 70, 64, device=DEVICE)
     layout = Layout.packed((torch.arange(70)[None] // torch.tensor([[30], [50]])).to(DEVICE)) if packed else None
-    placement = None if layout is None else Positions(layout, Rotation.at(layout.query_locations, 16))
-    want = results(module, x, placement)
-    taken = request.getfixturevalue("joined")
-    got = results(module, x, placement)
+    positions = None if layout is None else Positions(layout, Rotation.at(layout.query_locations, 16))
+    want = results(module, x, positions)
+    taken = request.getfixturevalue("taken")
+    got = results(module, x, positions)
     assert taken == [True]
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("values", ["trained", "frozen", "identity"])
-def test_a_compiled_backward_pass_neither_turns_nor_joins(values):
+def test_a_compiled_backward_pass_neither_rotates_nor_concatenates(values):
     """Nor does it multiply for the gradient of a matrix that is frozen, or absent."""
     seen: list[list[str]] = []
 
@@ -255,14 +254,14 @@ def test_a_compiled_backward_pass_neither_turns_nor_joins(values):
     if values == "frozen":
         module.value.requires_grad_(False)
         module.output.requires_grad_(False)
-    module(x)  # the shape's parts are built outside what is compiled
+    module(x)  # the shape's vectors are built outside what is compiled
     backend = aot_autograd(fw_compiler=look, bw_compiler=look)
     compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
     for ours, theirs in zip(results(compiled, x), results(module, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     forward, backward = seen
-    assert forward.count("skipless.turned_attention.default") == 1
-    assert backward.count("skipless.turned_attention_backward.default") == 1
+    assert forward.count("skipless.rotary_attention.default") == 1
+    assert backward.count("skipless.rotary_attention_backward.default") == 1
     assert not any(word in target for target in backward for word in ("cat", "mul", "zeros", "full", "clone"))
     # of the input and of the weights: two for each product, one where the matrix is frozen
     assert sum("aten.mm" in target for target in backward) == {"trained": 4, "frozen": 4, "identity": 2}[values]
@@ -273,7 +272,7 @@ class Cache:
         return k, v
 
 
-def test_modules_that_the_operator_does_not_serve(joined):
+def test_modules_that_the_operator_does_not_support(taken):
     x = torch.randn(2, 70, 64, device=DEVICE)
     build()(x, None, Cache())
     build()(x, Positions())
@@ -282,9 +281,10 @@ def test_modules_that_the_operator_does_not_serve(joined):
     build(impl="reference", position="relative")(x)
     with torch.no_grad():
         build()(x)
-    assert joined == []
     build(impl="reference")(x)
-    assert joined == [False]
+    assert not any(taken)
+    build()(x)
+    assert taken[-1]
 
 
 @pytest.mark.gpu

@@ -1,11 +1,11 @@
-"""Products of a few rows by a kernel of our own, against float64 and beside torch's."""
+"""Products of a small batch by a GPU kernel of our own, against float64 and beside torch's."""
 
 import pytest
 import torch
 from torch import nn
 
 from skipless.ops import gpu, linear
-from skipless.ops.linear import applied
+from skipless.ops.linear import project
 
 pytestmark = pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed")
 CUDA = torch.cuda.is_available()
@@ -27,11 +27,11 @@ def tensors(rows: tuple[int, ...], k: int, widths: list[int], dtype) -> tuple[to
     [((1,), 256, [16]), ((1, 1), 1024, [64, 32, 48]), ((3,), 272, [16, 16]), ((2, 2), 4096, [32]), ((2, 1), 96, [160])],
 )
 def test_as_close_to_the_truth_as_torch(rows, k, widths, biased, dtype):
-    from skipless.ops.gpu.linear import few_rows_linear
+    from skipless.ops.gpu.linear import small_batch_linear
 
     x, weights = tensors(rows, k, widths, dtype)
     bias = torch.randn(sum(widths), generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype) if biased else None
-    got, joined = few_rows_linear(x, weights, bias), torch.cat(weights)
+    got, joined = small_batch_linear(x, weights, bias), torch.cat(weights)
     truth = nn.functional.linear(x.double(), joined.double(), None if bias is None else bias.double())
     plain = nn.functional.linear(x, joined, bias)
     assert got.shape == plain.shape
@@ -58,7 +58,7 @@ class Quantised(torch.Tensor):
 def test_what_fits():
     x, weights = tensors((1, 4), 256, [32, 64], torch.bfloat16)
     assert linear.fits(x, weights)
-    assert not linear.serves(x.cpu(), weights)
+    assert not linear.supports(x.cpu(), weights)
     for other in (
         (x.float(), [w.float() for w in weights]),  # single precision
         (x.repeat(1, 2, 1), weights),  # eight rows
@@ -79,9 +79,9 @@ def served(monkeypatch):
     from skipless.ops.gpu import linear as gpu_linear
 
     monkeypatch.setattr(gpu_linear, "_PROGRAMS", 1)
-    launches, real = [], gpu_linear.few_rows_linear
-    monkeypatch.setattr(gpu_linear, "few_rows_linear", lambda *args: launches.append(args) or real(*args))
-    monkeypatch.setattr(linear, "serves", linear.fits)
+    launches, real = [], gpu_linear.small_batch_linear
+    monkeypatch.setattr(gpu_linear, "small_batch_linear", lambda *args: launches.append(args) or real(*args))
+    monkeypatch.setattr(linear, "supports", linear.fits)
     return launches
 
 
@@ -89,21 +89,21 @@ def served(monkeypatch):
 def test_layers_of_one_input_are_one_kernel(served):
     query, key, value = (nn.Linear(256, n, bias=False, device=DEVICE, dtype=torch.float16) for n in (64, 32, 32))
     x = tensors((1, 2), 256, [], torch.float16)[0]
-    for got, layer in zip(applied(x, query, key, value), (query, key, value), strict=True):
+    for got, layer in zip(project(x, query, key, value), (query, key, value), strict=True):
         torch.testing.assert_close(got, layer(x), rtol=2e-3, atol=1e-3)
     assert len(served) == 1
-    same, got = applied(x, nn.Identity(), query)
+    same, got = project(x, nn.Identity(), query)
     assert same is x
     torch.testing.assert_close(got, query(x), rtol=2e-3, atol=1e-3)
     biased = nn.Linear(256, 32, device=DEVICE, dtype=torch.float16)
-    torch.testing.assert_close(applied(x, biased)[0], biased(x), rtol=2e-3, atol=1e-3)
+    torch.testing.assert_close(project(x, biased)[0], biased(x), rtol=2e-3, atol=1e-3)
     assert len(served) == 3
 
 
 @torch.no_grad()
 def test_inside_a_compiled_function(served):
     layer, x = nn.Linear(256, 32, device=DEVICE, dtype=torch.float16), tensors((1,), 256, [], torch.float16)[0]
-    compiled = torch.compile(lambda x: 2 * applied(x, layer)[0], backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(lambda x: 2 * project(x, layer)[0], backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), 2 * layer(x), rtol=2e-3, atol=1e-3)
 
 
@@ -111,9 +111,9 @@ def test_inside_a_compiled_function(served):
 def test_hooks_and_several_biases_are_left_to_torch(served):
     first, second = (nn.Linear(256, 32, device=DEVICE, dtype=torch.float16) for _ in range(2))
     x = tensors((1,), 256, [], torch.float16)[0]
-    assert torch.equal(applied(x, first, second)[1], second(x))
+    assert torch.equal(project(x, first, second)[1], second(x))
     first.register_forward_hook(lambda module, args, out: out + 1)
-    assert torch.equal(applied(x, first)[0], first(x))
+    assert torch.equal(project(x, first)[0], first(x))
     assert not served
 
 
@@ -139,7 +139,7 @@ def test_a_decoding_step_of_a_network(served):
     truth = last(model.double())
     ours, count = last(model.to(torch.float16)), len(served)
     served_by_torch = pytest.MonkeyPatch()
-    served_by_torch.setattr(linear, "serves", lambda *args: False)
+    served_by_torch.setattr(linear, "supports", lambda *args: False)
     theirs = last(model)
     served_by_torch.undo()
     assert count == 4 * 2  # the queries, keys and values of a block together, its output, up and down
@@ -149,12 +149,12 @@ def test_a_decoding_step_of_a_network(served):
 COMPILED = """
 import re, torch
 from hopper import compiled, intercept, usage
-from skipless.ops import few_rows_kernel
+from skipless.ops.gpu import linear
 
-intercept(few_rows_kernel, "rows_times")
+intercept(linear, "rows_times")
 for rows, k, widths in ((1, 1024, [1024] * 3), (1, 1024, [4096]), (1, 4096, [1024]), (4, 4096, [1024])):
     x, *weights = (torch.empty(n, k, dtype=torch.bfloat16) for n in (rows, *widths))
-    few_rows_kernel.few_rows_linear._init_fn(x, weights, None)
+    linear.small_batch_linear._init_fn(x, weights, None)
 assert len(compiled) == 4
 for kernel in compiled:
     assert usage(kernel)[1] == 0, "it spills"
