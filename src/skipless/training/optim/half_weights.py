@@ -30,14 +30,14 @@ class HalfWeights:
             for layer in _linear_layers(model)
             if layer.weight.dtype == torch.float32 and not isinstance(layer.weight, DTensor)
         ]
-        self._copies = {
+        self._copies: dict[Tensor, nn.Parameter] = {
             matrix: nn.Parameter(matrix.detach().to(dtype), matrix.requires_grad) for _, matrix in self._layers
         }
-        self._joined: list[tuple[ShapedAttention, nn.Parameter]] = []
-        self._rows: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # of a parameter: the joined matrix, and where in it
+        self._qkv: list[tuple[ShapedAttention, nn.Parameter]] = []
+        self._rows: dict[Tensor, tuple[nn.Parameter, slice]] = {}  # of a parameter: the matrix qkv, and where in it
         for module in model.modules():
             if isinstance(module, ShapedAttention):
-                self._join(module)
+                self._lay_side_by_side(module)
         self._versions = self._seen()
 
     def __len__(self) -> int:
@@ -52,17 +52,17 @@ class HalfWeights:
         copy = self.copy_of(parameter)
         if copy is None:
             return parameter.grad
-        joined, rows = self._rows.get(parameter, (None, slice(0)))
-        if joined is None or joined.grad is None:
+        qkv, rows = self._rows.get(parameter, (None, slice(0)))
+        if qkv is None or qkv.grad is None:
             return parameter.grad if copy.grad is None else copy.grad
-        return joined.grad[rows] if copy.grad is None else joined.grad[rows] + copy.grad
+        return qkv.grad[rows] if copy.grad is None else qkv.grad[rows] + copy.grad
 
     def zero_grad(self) -> None:
         """Forget the gradients of all copies."""
         for copy in self._copies.values():
             copy.grad = None
-        for _, joined in self._joined:
-            joined.grad = None
+        for _, qkv in self._qkv:
+            qkv.grad = None
 
     @torch.no_grad()
     def write(self, parameters: Iterable[Tensor]) -> None:
@@ -84,29 +84,29 @@ class HalfWeights:
         """The copies take the parameters' places in their layers meanwhile."""
         for layer, matrix in self._layers:
             layer._parameters["weight"] = self._copies[matrix]
-        for attention, joined in self._joined:
-            attention.set_qkv_weight(joined)
+        for attention, qkv in self._qkv:
+            attention.set_qkv_weight(qkv)
         try:
             yield
         finally:
             for layer, matrix in self._layers:
                 layer._parameters["weight"] = matrix
-            for attention, _ in self._joined:
+            for attention, _ in self._qkv:
                 attention.set_qkv_weight(None)
 
-    def _join(self, attention: ShapedAttention) -> None:
+    def _lay_side_by_side(self, attention: ShapedAttention) -> None:
         """Lay the copies of its qkv_layers() side by side, if each has one and all or none are trained."""
         layers = attention.qkv_layers()
         matrices = [layer.weight for layer in layers]
         copies = [self._copies[matrix] for matrix in matrices if matrix in self._copies]
         if len(copies) != len(layers) or len({copy.requires_grad for copy in copies}) != 1:
             return
-        joined = nn.Parameter(torch.cat([copy.detach() for copy in copies]), copies[0].requires_grad)
+        qkv = nn.Parameter(torch.cat([copy.detach() for copy in copies]), copies[0].requires_grad)
         start = 0
         for matrix, copy in zip(matrices, copies, strict=True):
             rows = slice(start, start + copy.shape[0])
-            copy.data, self._rows[matrix], start = joined.detach()[rows], (joined, rows), rows.stop
-        self._joined.append((attention, joined))
+            copy.data, self._rows[matrix], start = qkv.detach()[rows], (qkv, rows), rows.stop
+        self._qkv.append((attention, qkv))
 
     def _seen(self) -> list[int]:
         return [matrix._version for matrix in self._copies]
