@@ -105,24 +105,15 @@ class ShapedAttention(nn.Module):
     def forward(self, x: Tensor, positions: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
         """x (batch, T, width). With a cache the T tokens follow those it holds."""
         positions = positions or self._default_positions(x)
-        rotation = positions.rotation
         q, k, v, qkv = self._project(x)
-        keys, values = k, v
+        keys, values, rotation = k, v, positions.rotation
         if cache is not None:  # which holds rotated keys
-            q, k, rotation = *_rotated(q, k, rotation), None
+            (q, k), rotation = _rotated(q, k, rotation), None
             keys, values = cache.append(k, v)
         mixed = shaped_attention(
-            q,
-            keys,
-            values,
-            self._bias_for(x, keys, positions),
-            impl=self.options.impl,
-            layout=positions.layout,
-            bias_gain=self.bias_gain,
-            score_bias=self._relative_scores(q, keys, positions),
-            rotation=rotation,
-            qkv=qkv if self.value_gains is None else None,
-        )
+            q, keys, values, self._bias_for(x, keys, positions), impl=self.options.impl, layout=positions.layout,
+            bias_gain=self.bias_gain, score_bias=self._relative_scores(q, keys, positions), rotation=rotation, qkv=qkv,
+        )  # fmt: skip
         mixed = self._with_own_values(mixed, v)
         return project(mixed.transpose(1, 2).flatten(2).to(x.dtype), self.output)[0]
 
@@ -168,7 +159,7 @@ class ShapedAttention(nn.Module):
         object.__setattr__(self, "qkv_weight", weight)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values by head; and the one product that they are slices of, where they are."""
+        """Queries, keys and values by head; and the product that they are slices of, if attention alone reads it."""
         layers = self.qkv_layers()
         qkv = project_jointly(x, layers, self.qkv_weight)
         if qkv is None:
@@ -178,7 +169,7 @@ class ShapedAttention(nn.Module):
             v = rest[0] if rest else self.value(x)
         # autocast has cast queries and keys, but not values that are the input itself
         q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (q, k, v.to(k.dtype)))
-        return q, k, v, qkv
+        return q, k, v, qkv if self.value_gains is None else None
 
     def _with_own_values(self, mixed: Tensor, v: Tensor) -> Tensor:
         """Value-SkipInit's αV + β·mixed; for other shapes mixed as it is."""
