@@ -1,4 +1,4 @@
-"""A shaped activation of x plus a bias: one fused kernel on a GPU, torch's own operations elsewhere."""
+"""A shaped activation of x plus a bias: one fused GPU kernel where there is one, torch's own operations elsewhere."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def shaped_activation(x: Tensor, spec: ShapedActivation) -> Tensor:
 def biased_activation(x: Tensor, bias: Tensor | None, spec: ShapedActivation) -> Tensor:
     """φ̂(x + bias) in x's dtype; x (…, n), bias (n,) of any floating dtype.
 
-    The kernel works in float32 between x and the result, and reads and writes no more than those; its backward pass
+    The GPU kernel works in float32 between x and the result, and reads and writes no more than those; its backward pass
     sums the gradient of the bias on the way. The exact GELU on a GPU in half precision takes it: see `kernel_supports`.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
@@ -53,11 +53,11 @@ def biased_activation(x: Tensor, bias: Tensor | None, spec: ShapedActivation) ->
 
 
 def kernel_supports(device: torch.device, dtype: torch.dtype, n: int, spec: ShapedActivation) -> bool:
-    """Whether biased_activation of such an x (…, n) is the fused kernel."""
+    """Whether biased_activation of such an x (…, n) is the fused GPU kernel."""
     possible = device.type == "cuda" and torch.version.hip is None and gpu.INSTALLED
     return possible and dtype in _HALF and spec.base == "gelu" and n > 0 and n % _ALIGNMENT == 0
 
 
 def plain_biased_activation(x: Tensor, bias: Tensor | None, spec: ShapedActivation) -> Tensor:
-    """The definition in torch's own operations: the oracle of the kernel."""
+    """The definition in torch's own operations: the oracle of the GPU kernel."""
     return shaped_activation(x if bias is None else (x + bias).to(x.dtype), spec)

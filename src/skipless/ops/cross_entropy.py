@@ -142,7 +142,7 @@ def _each_row(logits: Tensor, targets: Tensor, losses: Tensor, rows: int, write:
 
 
 def plain_each_row(logits: Tensor, targets: Tensor, losses: Tensor, rows: int, write: bool) -> None:
-    """The definition of one chunk's part, in torch's own operations: the oracle of the kernel."""
+    """The definition of one chunk's part, in torch's own operations: the oracle of the GPU kernel."""
     logs = logits.to(losses.dtype).log_softmax(dim=-1)
     picked = targets[:, None]
     torch.neg(logs.gather(1, picked)[:, 0], out=losses)

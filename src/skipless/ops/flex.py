@@ -11,7 +11,7 @@ from skipless.ops import layout as ops_layout
 from skipless.ops.bias import AttentionInputs, span, take
 from skipless.ops.layout import Layout
 
-# Compiled kernels kept, one per signature (batch, heads, lengths, dtype, kind of shape). Past torch's own limit of 8
+# Compiled kernels held, one per signature (batch, heads, lengths, dtype, kind of shape). Past torch's own limit of 8
 # FlexAttention would run its eager form, with T×T scores, and say nothing: here the limit is high and meeting it fails.
 _SIGNATURES = 128
 # From this head_width on torch 2.11 takes tiles of 128 × 128, three at a time: 240 KB with a table; an H200 has 227.

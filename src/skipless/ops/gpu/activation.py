@@ -1,4 +1,4 @@
-"""γ(φ(α(x + b) + β) + δ) for the exact GELU, and its gradients: two Triton kernels, and the torch operators they are.
+"""γ(φ(α(x + b) + β) + δ) for the exact GELU, and its gradients: two GPU kernels, and the torch operators they are.
 
 In the kernels w = z·√(log₂e/2) stands for the Gaussian's argument z, so that √(2π)·pdf(z) = 2^(−w²).
 """

@@ -168,7 +168,7 @@ def store_unrotated(
     """`store_rows`; where ROTARY, of a gradient by rotated rows, which becomes that by the rows before their rotation.
 
     angles: cos and sin of each token, (batch, length, WIDTH/2), and the stride of their batch. The pairs
-    (c, c + WIDTH/2) are turned back in float32, before they are rounded.
+    (c, c + WIDTH/2) are rotated back in float32, before they are rounded.
     """
     if ROTARY:
         HALF: tl.constexpr = WIDTH // 2
@@ -380,7 +380,7 @@ def key_side(
     """dk and dv of one tile of keys, from all query heads that share it. The first tile, the longest, comes first.
 
     q and dout are tensor descriptors. sums: lse, δ. gradients: dk, dv. strides: of k, v, dk, dv.
-    Where ROTARY, q and k come rotated, and dk is turned back by the angles of `store_unrotated`. Where SAVE, gradients
+    Where ROTARY, q and k come rotated, and dk is rotated back by the angles of `store_unrotated`. Where SAVE, gradients
     of the scores go to the tensor descriptor `scores`, (batch·query heads, keys, queries).
     """
     number, head, batch = program_coordinates(tl.cdiv(k_length, BLOCK_N), order)

@@ -1,4 +1,4 @@
-"""Softmax cross entropy of rows of logits, and its gradient in their place: one Triton kernel."""
+"""Softmax cross entropy of rows of logits, and its gradient in their place: one GPU kernel."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""α·A·Aᵀ + β·A of each matrix in a batch by its tiles on and below the diagonal: one Triton kernel."""
+"""α·A·Aᵀ + β·A of each matrix in a batch by its tiles on and below the diagonal: one GPU kernel."""
 
 from dataclasses import dataclass
 from typing import Any
