@@ -5,24 +5,27 @@ They take signals, print and exit as those of `python -c` do. Only imports are s
 
 import multiprocessing
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import weakref
+from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # nothing here imports triton, which reads TRITON_INTERPRET as it is imported
 _CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint.state_dict", "skipless.training.trainer"])
 
 
-def _run(code: str, arguments: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def _run(code: str, arguments: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
     """In the new process."""
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = ["-c", *arguments]
     for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
 
 
@@ -30,10 +33,11 @@ class Program:
     """A running program, with what tests need of subprocess.Popen."""
 
     def __init__(self, code: str, *arguments: object, environment: dict[str, str] | None = None):
-        self._outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115, they live as long as it
+        folder = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._outputs = [folder / "stdout", folder / "stderr"]
         taken = {**os.environ} if environment is None else environment
-        paths = [file.name for file in self._outputs]
-        self._process = _CONTEXT.Process(target=_run, args=(code, [*map(str, arguments)], taken, paths))
+        self._process = _CONTEXT.Process(target=_run, args=(code, [*map(str, arguments)], taken, self._outputs))
         self._process.start()
         self.pid = self._process.pid
 
@@ -52,9 +56,7 @@ class Program:
 
     def outputs(self) -> list[str]:
         """What it has written so far to standard output and to standard error."""
-        for file in self._outputs:
-            file.seek(0)
-        return [file.read() for file in self._outputs]
+        return [path.read_text() if path.exists() else "" for path in self._outputs]
 
     def finished(self, timeout: float = 300) -> str:
         """Its standard output, once it has ended well."""

@@ -222,6 +222,7 @@ def results(module, x, positions=None) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), [x, *(p for p in module.parameters() if p.requires_grad)])]
 
 
+@pytest.mark.catalogue(4)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("values", ["trained", "frozen", "identity"])
 def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, values, request):
