@@ -43,11 +43,13 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="wh
 
 
 @pytest.mark.parametrize("command", ["inspect", "kernels", "eval", "report"])
-def test_during_imports(command, tmp_path):
+def test_during_imports(command, tmp_path, tmp_path_factory):
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text("{}")  # a folder without one is refused before torch is imported
     arguments = {
         "inspect": ["inspect", "wikitext103/e-spa"],
         "kernels": ["kernels", "wikitext103/e-spa", "--figure", str(tmp_path / "kernels.png")],
-        "eval": ["eval", str(tmp_path), "--json", str(tmp_path / "eval.json")],
+        "eval": ["eval", str(model), "--json", str(tmp_path / "eval.json")],
         "report": ["report", str(tmp_path / "none.json"), "--out", str(tmp_path / "report.html")],
     }[command]
     library = {"kernels": "scipy", "report": "_multiarray_umath"}.get(command, "libtorch_cpu")
