@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,12 @@ def test_functions_are_short(path: Path) -> None:
     lengths = {f"{path}:{f.lineno} {f.name}": f.end_lineno - f.lineno + 1 for f in functions if f.end_lineno}
     long = {where: lines for where, lines in lengths.items() if lines > LONGEST_FUNCTION}
     assert not long, f"functions of more than {LONGEST_FUNCTION} lines: {long}"
+
+
+def test_the_design_names_every_file() -> None:
+    page = (REPOSITORY / "docs" / "design.md").read_text()
+    tree = page[page.index("## Every file") : page.index("## An order to read in")]
+    named = set(re.findall(r"\b(\w+)(?:\.py)?\b", tree))
+    files = {path.stem for path in SOURCES if path.stem not in ("__init__", "__main__")}
+    assert files <= named, f"docs/design.md does not name {sorted(files - named)}"
+    assert {word[:-3] for word in re.findall(r"\b\w+\.py\b", tree)} <= files, "docs/design.md names files that are gone"
