@@ -6,6 +6,7 @@ They take signals, print and exit as those of `python -c` do. Only imports are s
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,8 @@ _CONTEXT.set_forkserver_preload(["torch.distributed.checkpoint.state_dict", "ski
 
 
 def _run(code: str, arguments: list[str], environment: dict[str, str], outputs: list[Path]) -> None:
-    """In the new process."""
+    """In the new process, which leads a group of its own."""
+    os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
@@ -62,8 +64,9 @@ class Program:
         """Its standard output, once it has ended well."""
         try:
             code = self.wait(timeout)
-        finally:
-            self._process.kill()
+        except subprocess.TimeoutExpired:
+            os.killpg(self.pid, signal.SIGKILL)  # with the processes that it has started
+            raise
         output, complaint = self.outputs()
         assert code == 0, f"exit code {code}\n{output[-2000:]}{complaint[-4000:]}"
         return output
