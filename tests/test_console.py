@@ -83,8 +83,8 @@ def test_in_a_terminal_progress_is_a_bar_that_goes_away(monkeypatch):
         ("dpeth", "did you mean 'depth' or 'width'?"),
         ("DEPTH", "did you mean 'depth'?"),
         ("e-spa", "did you mean 'c4/e-spa'?"),
-        ("zzz", "there are c4/e-spa, depth, width"),
-        (7, "there are c4/e-spa, depth, width"),
+        ("zzz", "there are width, depth, c4/e-spa"),
+        (7, "there are width, depth, c4/e-spa"),
     ],
 )
 def test_a_hint_is_the_nearest_name_or_all(name, hint):

@@ -94,8 +94,8 @@ _MOST_LISTED = 30
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-    """A hint for a name that is not known: "did you mean 'depth'?", or all names where none is near."""
-    known = sorted(set(known))
+    """A hint for an unknown name: "did you mean 'depth'?", or, where none is near, all names in their order."""
+    known = sorted(known) if isinstance(known, set | frozenset) else list(dict.fromkeys(known))
     near = near_names(str(name), known)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"

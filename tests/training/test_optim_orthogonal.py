@@ -135,5 +135,5 @@ def test_roles_are_checked_and_survive_json():
     config = OptimizerConfig("muon", keep_orthogonal=("value", "up"))
     assert OptimizerConfig.from_dict(config.to_dict()) == config
     assert OptimizerConfig("muon", keep_orthogonal="value").keep_orthogonal == ("value",)
-    with pytest.raises(ValueError, match="do not start orthogonal, 'query'; there are down, output, up, value"):
+    with pytest.raises(ValueError, match="do not start orthogonal, 'query'; there are value, output, up, down"):
         OptimizerConfig("muon", keep_orthogonal=("query",))

@@ -7,6 +7,6 @@ __getattr__, __dir__, __all__ = lazy.exports(
     {
         "attention": ["AttentionOptions", "LayerCache", "ShapedAttention"],
         "block": ["MLP", "Activation", "Block", "SubBlock"],
-        "position": ["Positions", "RelativePosition", "Rotation"],
+        "position": ["Positions", "RelativePosition"],
     },
 )
