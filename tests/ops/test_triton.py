@@ -139,7 +139,7 @@ def test_inside_a_compiled_function(packed, width):
 
 
 @pytest.mark.gpu
-def test_memory_grows_with_length_and_not_its_square():
+def test_memory_of_long_rows_grows_with_length_and_not_its_square():
     q, k, v, dout = tensors(32768)
     inputs = [t.requires_grad_() for t in (q, k, v)]
     parts = BiasVectors.of(SHAPES["exponential"], 32768, "cuda")

@@ -219,7 +219,7 @@ def choose(inputs: AttentionInputs) -> tuple[str, str]:
         return "sdpa", "plain attention needs no bias, so torch's own kernels run it as they are"
     if inputs.q.is_cuda:
         if (why := why_not_triton(inputs)) is None:
-            return "triton", "on a GPU the fused kernels are the fastest, and their memory grows with T"
+            return "triton", "on a GPU the fused kernels are the fastest, and store at most 512 MiB of scores"
         if (why_flex := flex.why_not(inputs)) is not None:
             return "sdpa", f"flex cannot: {why_flex}"
         if queries > _DECODING_QUERIES:
