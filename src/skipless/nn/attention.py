@@ -103,7 +103,11 @@ class ShapedAttention(nn.Module):
             self.relative.reset_parameters(key_gain)
 
     def forward(self, x: Tensor, positions: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
-        """x (batch, T, width). With a cache the T tokens follow those it holds."""
+        """x (batch, T, width). With a cache the T tokens follow those it holds.
+
+        qkv is the product that q, k and v are slices of, or None: with it and a rotation a fused GPU kernel may read
+        the product itself and rotate on the way.
+        """
         positions = positions or self._default_positions(x)
         q, k, v, qkv = self._project(x)
         keys, values, rotation = k, v, positions.rotation

@@ -102,14 +102,14 @@ def train(
         with _compiler_explained(config), StopRequest() as stop:
             while trainer.state.step < config.steps:
                 # one update by one batch
-                state = trainer.state
+                state = trainer.state  # another one after going back
                 trainer.pending.append(trainer.advance(state.step, next(trainer.batches)))
                 state.step += 1
                 last, logs = state.step == config.steps, trainer.logs(state.step)
-                stops = None if last else stop_reason(trainer, stop, limits, logs)
+                stop_with = None if last else stop_reason(trainer, stop, limits, logs)
 
                 # log, which is where divergence is noticed
-                if logs or stops:
+                if logs or stop_with:
                     try:
                         trainer.log()
                     except Diverged as error:
@@ -123,13 +123,15 @@ def train(
                     trainer.evaluate()
 
                 # checkpoint, which remembers what was evaluated
-                if stops or (last and limits.weights) or trainer.saves(state.step):
+                if stop_with or (last and limits.weights) or trainer.saves(state.step):
                     trainer.checkpoint()
 
                 # stop
-                if stops:
+                if stop_with:
                     world.wait()
-                    raise stops(f"stopped after step {state.step}; go on with --resume")
+                    raise stop_with(f"stopped after step {state.step}; go on with --resume")
+
+                # the next interval of the log begins
                 if logs:
                     trainer.pending, trainer.began = [], time.perf_counter()
         return trainer.finish(weights=limits.weights)
