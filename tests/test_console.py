@@ -98,3 +98,24 @@ def test_of_many_names_a_hint_shows_some():
 def test_near_names_may_be_asked_to_be_nearer():
     assert near_names("rates", ["rate", "date"]) == ["rate", "date"]
     assert near_names("rates", ["rate", "date"], cutoff=0.8) == ["rate"]
+
+
+def test_an_import_that_is_stopped_says_what_its_command_would(capsys, monkeypatch):
+    """Text may have been prepared before torch is imported: "nothing was written" would not be true."""
+
+    class Exit(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        raise Exit(code)
+
+    monkeypatch.setattr(console, "_importing", lambda frame: True)
+    monkeypatch.setattr(console.os, "_exit", leave)
+    for words, said in (
+        ("stopped; go on", "skipless: stopped; go on\n"),
+        (None, "skipless: stopped; nothing was written\n"),
+    ):
+        command = console.report_interrupt(lambda: console._interrupt(2, None), words)
+        with pytest.raises(Exit):
+            command()
+        assert capsys.readouterr().err == said

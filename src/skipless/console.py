@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has stopped
 written_files: list[Path] = []  # by this process, each of them whole
+_stopped_words: list[str | None] = [None]  # what the running command says on Ctrl-C, also in an import
 
 
 @contextmanager
@@ -51,6 +52,7 @@ def report_interrupt(command: Callable[..., None], words: str | None = None) -> 
 
     @functools.wraps(command)
     def run(*args, **kwargs) -> None:
+        _stopped_words[0] = words
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt as stop:  # typer would end it without a word
@@ -67,7 +69,7 @@ def _say_stopped(words: str | None = None) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if _importing(frame):
-        _say_stopped()
+        _say_stopped(_stopped_words[0])
         os._exit(INTERRUPTED)
     raise KeyboardInterrupt
 
