@@ -54,7 +54,7 @@ def _explored(query_key: float, mlp: float = FACTORS_MLP) -> Arm:
 
 FACTORS = PaperTable(
     "mirrored-factors",
-    "Rates by kind of matrix of a mirrored network with identity values, trained by Muon",
+    "Rates by kind of matrix of a mirrored network without W_V, W_O; Muon",
     "beyond the paper, which has one rate for all but the embedding",
     (_explored(3.0), _explored(6.0), _explored(10.0), _explored(6.0, 1.0), _explored(6.0, 0.25)),
     (Lower("qk6", "qk3"), Lower("qk6", "qk10"), Lower("qk6", "qk6-mlp1"), Lower("qk6", "qk6-mlp0.25")),
