@@ -1,4 +1,4 @@
-"""Files: whole or not there, journals of JSON lines, one writer per folder, and a full disk explained in one line."""
+"""Files: whole or not there, journals of JSON lines, one writer per folder, and errors that name the file."""
 
 import errno
 import json
@@ -7,17 +7,21 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, TypeVar
 
 PART = ".part"  # ends the name of a file that is being written
 LOCK = ".lock"
 RUN_AGAIN = "run the same command again; what was finished is kept"
+MOST_JSON = 1 << 29  # bytes of one file: far more than ours have, and no more than memory takes
+DEEPEST_JSON = 64  # levels: ours have ten or so, and functions that call themselves manage several hundred
+_DAMAGED = "is damaged or of another version"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 logger = logging.getLogger("skipless")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -35,6 +39,26 @@ def writing(path: Path, then: str = RUN_AGAIN, *, room: str = "free some space",
             takes = f"takes {_size(needed)}; {_size(_free_bytes(path))} free: " if needed else ""
             remedy = takes + room
         raise OSError(f"{path} could not be written ({cause.strerror or cause}): {remedy}, and {then}") from error
+
+
+@contextmanager
+def reading(path: Path | str, advice: str = "", *, what: str = _DAMAGED) -> Generator[None]:
+    """Turn whatever goes wrong with what a file holds into one line that names the file, once.
+
+    For the few lines that make values of a file's content, where any error is the content's. advice: what to do.
+    """
+    end = f"; {advice}" if advice else ""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or str(path) not in str(error.filename or path):
+            raise  # explained already, or about another file
+        raise type(error)(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from error
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        why = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip() or type(error).__name__
+        raise ValueError(f"{path} {what} ({why.partition(chr(10))[0].rstrip('.')}){end}") from error
 
 
 def _free_bytes(path: Path) -> int:
@@ -112,6 +136,62 @@ def write_whole(path: Path, data: bytes) -> None:
 def write_json(path: Path, values: Any, indent: int = 2) -> None:
     """Write values as indented JSON, whole or not at all."""
     write_whole(path, json.dumps(values, indent=indent).encode() + b"\n")
+
+
+def read_bounded(path: Path, most: int = MOST_JSON) -> bytes:
+    """The bytes of a file, also of a pipe; ValueError names one that has more than `most`."""
+    with reading(path), path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{path} is larger than {_size(most)}, which no file of this kind is")
+    return data
+
+
+def read_json(path: Path, make: Callable[[Any], T], advice: str = "", *, what: str = _DAMAGED) -> T:
+    """What `make` makes of the JSON in a file; where either is wrong the error names the file, once."""
+    with reading(path, advice, what=what):
+        return make(parse_json(read_bounded(path)))
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON that nothing later on stumbles over: no deeper than DEEPEST_JSON, no key twice, whole numbers of 64 bits.
+
+    NaN and Infinity are numbers here, as Python's json has them. ValueError says what is wrong.
+    """
+    try:
+        value = json.loads(text, parse_int=_whole_number, object_pairs_hook=_mapping)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {DEEPEST_JSON} levels deep") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    level = [value]
+    for _ in range(DEEPEST_JSON + 1):
+        inner = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        if not inner:
+            return value
+        level = [child for children in inner for child in children]
+    raise ValueError(f"it is nested more than {DEEPEST_JSON} levels deep")
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A JSON object; ValueError for anything else."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} where there should be an object")
+    return value
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > len(str(-(1 << 63))) or not -(1 << 63) <= int(digits) < 1 << 63:
+        raise ValueError(f"a whole number of {len(digits)} digits, {digits[:12]}…, is more than 64 bits hold")
+    return int(digits)
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def sync_folder(folder: Path) -> None:
@@ -193,12 +273,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    return [_object(line, number) for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1)]
+    return [_object(line, number) for number, line in enumerate(read_bounded(path).split(b"\n")[:-1], 1)]
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from error
     if not isinstance(record, dict):

@@ -106,9 +106,9 @@ def test_what_cannot_be_shown_is_named(skipless) -> None:
     cases = {
         "missing": "does not exist; give a run's folder",
         "empty": "without metrics.jsonl",
-        "words.json": "is not JSON",
+        "words.json": "words.json cannot be shown (not JSON: ",
         "other.json": "neither an inspection nor certificates",
-        "half.json": "half.json: the inspection is damaged",
+        "half.json": "half.json cannot be shown (the inspection is damaged",
         "run": "not a probe of a run, or damaged",
     }
     for path, words in cases.items():

@@ -192,7 +192,10 @@ def test_certificates_keep_the_kernels_that_were_shown() -> None:
 
 def test_claims_are_counted_at_the_top() -> None:
     claims = [("a below b", "pass", "1 against 2"), ("b below c", "fail", ""), ("c below d", "not run", "")]
-    tables = [ResultTable("losses", ("arm", "ours"), [("a", "1")]), ResultTable("bands", ("claim",), claims, True)]
+    tables = [
+        ResultTable("losses", ("arm", "ours"), [("a", "1")]),
+        ResultTable("bands", ("claim", "verdict", "numbers"), claims, True),
+    ]
     page = render([], results=tables)
     assert "Of 3 claims stated before the runs 1 hold, 1 fail, 1 await their runs." in page
     assert page.count('<tr class="lost"><th scope="row">b below c</th>') == page.count('<tr class="lost"') == 1

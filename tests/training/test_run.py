@@ -143,7 +143,7 @@ def test_a_line_of_the_log_without_a_step_is_named(tmp_path, line):
     begun(tmp_path / "run")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(line + "\n")
-    complaint = r"metrics.jsonl is damaged \(line 2 .*delete the line"
+    complaint = r"metrics.jsonl is damaged \(line 2.*delete the line"
     with opened(tmp_path / "run", resume=True) as run, pytest.raises(ValueError, match=complaint):
         run.rewind(1)
 

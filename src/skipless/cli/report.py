@@ -1,20 +1,20 @@
 """`skipless report`: one page from runs, certificates and results."""
 
-import json
-import zipfile
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from skipless.console import check_apart, check_target, write_output
+from skipless.files import mapping, read_json, reading
 from skipless.inspection.inspection import Inspection
+from skipless.paper.records import read_records
 from skipless.paper.tables import count
 from skipless.report.page import ResultTable, render
-from skipless.training.run import read_metrics
+from skipless.training.run import EXPERIMENT, read_metrics, read_probe
 
 MOST_CURVES = 24
 _KINDS = (
@@ -77,33 +77,28 @@ def _read_run(path: Path, name: str) -> tuple[list[dict[str, Any]], list[Inspect
     if not (path / "metrics.jsonl").is_file() and not probes:
         raise ValueError(f"{path} is a folder without metrics.jsonl; give {_KINDS}")
     records = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
-    normalised = _experiment(path).get("model", {}).get("norm", "none") != "none"
+    with reading(path / EXPERIMENT, "delete it to show the run without its settings"):
+        normalised = dict(_experiment(path).get("model", {})).get("norm", "none") != "none"
     return records, [_read_probe(file, name, normalised) for file in probes]
 
 
 def _read_probe(file: Path, name: str, normalised: bool) -> Inspection:
-    try:
-        with np.load(file, allow_pickle=False) as saved:
-            step, states = int(saved["step"]), saved["states"]
-    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{file} is not a probe of a run, or damaged ({error}); delete it to leave it out") from error
-    return Inspection.of_states(f"{name}, step {step}", states, normalised=normalised)
+    step, states = read_probe(file)
+    with reading(file, "delete it to leave it out"):
+        return Inspection.of_states(f"{name}, step {step}", states, normalised=normalised)
 
 
 def _read_file(path: Path) -> list[Inspection]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); give {_KINDS}") from error
-    try:
-        if isinstance(data, dict) and "networks" in data:
-            return Inspection.of_certificates(data)
-        several = data if isinstance(data, list) else [data]
-        if several and all(isinstance(one, dict) and {"blocks", "verdict"} <= one.keys() for one in several):
-            return [Inspection.from_dict(one) for one in several]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    raise ValueError(f"{path} holds neither an inspection nor certificates of networks; give {_KINDS}")
+    return read_json(path, _shown, f"give {_KINDS}", what="cannot be shown")
+
+
+def _shown(data: Any) -> list[Inspection]:
+    if isinstance(data, dict) and "networks" in data:
+        return Inspection.of_certificates(data)
+    several = data if isinstance(data, list) else [data]
+    if several and all(isinstance(one, dict) and {"blocks", "verdict"} <= one.keys() for one in several):
+        return [Inspection.from_dict(one) for one in several]
+    raise ValueError("it holds neither an inspection nor certificates of networks")
 
 
 def _run_name(path: Path) -> str:
@@ -112,16 +107,13 @@ def _run_name(path: Path) -> str:
 
 def _experiment(path: Path) -> dict[str, Any]:
     """experiment.json as plain data, so that a run of another version still shows; empty where there is none."""
-    file = path / "experiment.json"
+    file = path / EXPERIMENT
     if not file.is_file():
         return {}
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); delete it to show the run without its settings") from error
-    return data if isinstance(data, dict) else {}
+    return read_json(file, mapping, "delete it to show the run without its settings")
 
 
+_AGAIN = "`skipless reproduce --tables-only` writes it again"
 _COLUMNS = ("arm", "paper", "ours", "steps", "time", "seeds", "rate", "log")
 
 
@@ -160,15 +152,16 @@ def _read_all(paths: Iterable[Path]) -> tuple[dict[str, list[dict[str, Any]]], s
         data, records = _read(file), logs[file.parent]
         if data is None:
             continue
-        tables += _tables(data)
-        for row in next(iter(data["tables"].values()), []):
-            seed, found = records.pop(row["log"].rpartition(" ")[2], (0, None))
-            if found is not None and found not in curves.values():  # nor in a copy of the folder
-                times = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
-                one = f", seed {seed}" if row["seeds"] not in ("1", "–") else ""  # the table's number is a mean
-                name = free_name(f"{data['item']}, {data['scale']}: {row['arm']}{times}{one}", curves)
-                curves[name] = found
-                longer |= {name} if times else set()
+        with reading(file, _AGAIN):
+            tables += _tables(data)
+            for row in next(iter(data["tables"].values()), []):
+                seed, found = records.pop(row["log"].rpartition(" ")[2], (0, None))
+                if found is not None and found not in curves.values():  # nor in a copy of the folder
+                    times = "" if row["multiple"] == 1.0 else f" ×{row['multiple']:g}"
+                    one = f", seed {seed}" if row["seeds"] not in ("1", "–") else ""  # the table's number is a mean
+                    name = free_name(f"{data['item']}, {data['scale']}: {row['arm']}{times}{one}", curves)
+                    curves[name] = found
+                    longer |= {name} if times else set()
     return curves, longer, tables
 
 
@@ -181,25 +174,21 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 def _read(file: Path) -> dict[str, Any] | None:
     """An item's data, or None for a file of another kind."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); `skipless reproduce --tables-only` writes it again") from error
-    return data if isinstance(data, dict) and {"item", "scale", "tables"} <= data.keys() else None
+
+    def item(data: Any) -> dict[str, Any] | None:
+        return data if isinstance(data, dict) and {"item", "scale", "tables"} <= data.keys() else None
+
+    return read_json(file, item, _AGAIN)
 
 
 def _records(logs: Path) -> dict[str, tuple[int, list[dict[str, Any]]]]:
     """The seed and curve of every run, by the part of its key that tables show."""
     found = {}
     for file in sorted(logs.glob("*.jsonl")):
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                run = json.loads(line)
-                points = [{"step": step, "ema": loss} for step, loss in run["curve"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}, line {number}, is not the log of a run ({error}); delete it") from error
-            last = {"step": run["steps"], "valid_loss": run["valid_loss"]}
-            found[run["key"][:8]] = run["seed"], [*points, *([last] if run["valid_loss"] is not None else [])]
+        for run in read_records(file):
+            points = [{"step": int(step), "ema": loss} for step, loss in run.curve]
+            last = {"step": run.steps, "valid_loss": run.valid_loss}
+            found[run.key[:8]] = run.seed, [*points, *([last] if math.isfinite(run.valid_loss) else [])]
     return found
 
 

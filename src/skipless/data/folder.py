@@ -4,14 +4,30 @@ import json
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from skipless.data.store import MANIFEST, VERIFIED, Section, read_manifest
+from skipless.data.store import MANIFEST, VERIFIED, Section, TokenizerNote, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
-from skipless.files import LOCK, PART, FolderLock, Journal, append_line, read_lines, write_json, write_whole, writing
+from skipless.files import (
+    LOCK,
+    PART,
+    FolderLock,
+    Journal,
+    append_line,
+    mapping,
+    read_json,
+    read_lines,
+    reading,
+    write_json,
+    write_whole,
+    writing,
+)
+from skipless.schema import build
 
 OPTIONS, JOURNAL = "options.json", "sections.jsonl"
+_FORCE = "start over with --force"
 Found = TypeVar("Found")
 
 
@@ -56,7 +72,7 @@ class Folder:
             write_json(path, options, indent=1)
 
     def _options(self) -> dict:
-        return _read(self.path / OPTIONS, lambda path: dict(json.loads(path.read_bytes())))
+        return read_json(self.path / OPTIONS, mapping, _FORCE)
 
     def _journal(self) -> list[dict]:
         return _read(self.path / JOURNAL, read_lines)
@@ -80,13 +96,15 @@ class Folder:
     def reopen(self) -> None:
         """Turn a finished folder back into an unfinished one, for shards that have gone missing."""
         manifest = read_manifest(self.path)
-        lines = [{"tokenizer": manifest.tokenizer}, *(section.to_json() for section in manifest.sections)]
+        lines = [{"tokenizer": asdict(manifest.tokenizer)}, *(section.to_json() for section in manifest.sections)]
         Journal(self.path / JOURNAL).replace(lines)
         (self.path / MANIFEST).unlink()
 
-    def tokenizer(self) -> dict | None:
+    def tokenizer(self) -> TokenizerNote | None:
         """The description of the tokenizer that made the finished sections, if there are any."""
-        return next((line["tokenizer"] for line in self._journal() if "tokenizer" in line), None)
+        found = [line["tokenizer"] for line in self._journal() if "tokenizer" in line]
+        note = "the note of a tokenizer"
+        return _read(self.path / JOURNAL, lambda _: build(TokenizerNote, found[0], note)) if found else None
 
     def sections(self) -> dict[int, Section]:
         """Finished sections by index, whether or not their files are still there."""
@@ -98,9 +116,9 @@ class Folder:
         """Whether all of the section's shards are there."""
         return all((self.path / shard.file).is_file() for shard in section.shards)
 
-    def note_tokenizer(self, described: dict) -> None:
+    def note_tokenizer(self, described: TokenizerNote) -> None:
         """Start the journal."""
-        append_line(self.path / JOURNAL, {"tokenizer": described})
+        append_line(self.path / JOURNAL, {"tokenizer": asdict(described)})
 
     def note_section(self, section: Section) -> None:
         """Add a finished section to the journal."""
@@ -113,10 +131,8 @@ class Folder:
 
 
 def _read(path: Path, reader: Callable[[Path], Found]) -> Found:
-    try:
+    with reading(path, _FORCE):
         return reader(path)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged or of another version ({error}): start over with --force") from error
 
 
 def _differing(there: dict, here: dict) -> list[str]:

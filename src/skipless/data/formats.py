@@ -201,7 +201,7 @@ def _jsonl(path: Path, reading: Reading, seen: Seen | None) -> Generator[str]:
 def _record_text(place: str, line: str, reading: Reading) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON ({error}): each line must be one object") from error
     if not isinstance(record, dict) or not isinstance(record.get(reading.text_field), str):
         fields = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__

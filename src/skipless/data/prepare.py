@@ -32,6 +32,7 @@ from skipless.data.store import (
     Shard,
     ShardWriter,
     Split,
+    TokenizerNote,
     check_sizes,
     folder_tokenizer,
     match_tokenizer,
@@ -39,11 +40,20 @@ from skipless.data.store import (
     verify_shards,
 )
 from skipless.data.text import Corpus, Part, held_out, open_corpus, share_held_out
-from skipless.data.tokenizer import MODEL_FILE, Tokenizer, TokenizerChoice, TrainUnigram, load_tokenizer, token_dtype
+from skipless.data.tokenizer import (
+    MODEL_FILE,
+    Tokenizer,
+    TokenizerChoice,
+    TrainUnigram,
+    check_megabytes,
+    load_tokenizer,
+    token_dtype,
+)
 from skipless.files import write_whole
 from skipless.theory.kernels import repeat_rate
 
 CHUNK = 1 << 20  # characters handed to a thread at once
+MOST_WORKERS = 1024
 Cursor = tuple[int, int]  # a part, and a document in it
 
 
@@ -69,8 +79,7 @@ class Preparation:
             raise ValueError("validation text is given twice: use either --valid or --valid-fraction")
         if self.valid_fraction is not None and not 0.0 <= self.valid_fraction < 1.0:
             raise ValueError(f"valid_fraction={self.valid_fraction}: use a share from 0 to below 1; .005 is usual")
-        if self.shard_mb <= 0:
-            raise ValueError(f"shard_mb={self.shard_mb}: use a positive size; 64 is usual")
+        check_megabytes("shard_mb", self.shard_mb)
 
 
 @dataclass(frozen=True)
@@ -147,8 +156,8 @@ def prepare(
     checks every shard and writes nothing; a shard that was deleted is made again. force starts over.
     """
     workers = available_cores() if workers is None else workers
-    if workers < 1:
-        raise ValueError(f"workers={workers}: at least one thread must tokenise")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ValueError(f"workers={workers}: give 1 to {MOST_WORKERS} threads; there are {available_cores()} cores")
     progress = progress or Progress(quiet=True)
     texts = _open_texts(plan)
     options = _options(plan, texts)
@@ -206,15 +215,6 @@ def _nothing_to_do(folder: Folder, manifest: Manifest, shards: list[Shard], prog
     return manifest
 
 
-def _describe(tokenizer: Tokenizer) -> dict:
-    return {
-        "kind": tokenizer.kind,
-        "sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "end": tokenizer.end,
-    }
-
-
 def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progress) -> Tokenizer:
     """The folder's tokenizer: as an earlier run left it, or made now and kept."""
     path = folder.path / MODEL_FILE
@@ -231,7 +231,7 @@ def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progr
         if tokenizer.model is not None:
             write_whole(path, tokenizer.model)
     if described is None:
-        folder.note_tokenizer(_describe(tokenizer))
+        folder.note_tokenizer(TokenizerNote.of(tokenizer))
     else:
         match_tokenizer(folder.path, described, tokenizer)
     return tokenizer
@@ -309,7 +309,7 @@ def _finish(folder: Folder, options: dict, tokenizer: Tokenizer, progress: Progr
         measured = f", r = {rate:.5f}" if rate is not None else ""
         progress.say(f"{name}: {tokens:,} tokens in {documents:,} documents, {text_bytes / 1e6:.1f} MB{measured}")
     verify_shards(folder.path, shards, trust=False)
-    manifest = Manifest(options, _describe(tokenizer), dtype.str, splits, sections)
+    manifest = Manifest(options, TokenizerNote.of(tokenizer), dtype.str, splits, sections)
     folder.finish(manifest.to_json())
     return manifest
 

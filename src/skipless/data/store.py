@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer
-from skipless.files import WholeFile, write_whole, writing
+from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, token_dtype
+from skipless.files import WholeFile, mapping, read_json, write_whole, writing
+from skipless.schema import build
 
 logger = logging.getLogger("skipless")
 MANIFEST = "manifest.json"
@@ -32,6 +33,10 @@ class Shard:
     documents: int
     text_bytes: int
     sha256: str
+
+    def __post_init__(self):
+        if Path(self.file).name != self.file or min(self.tokens, self.documents, self.text_bytes) < 0:
+            raise ValueError(f"{self} is no shard: it is a file of the folder, and its counts are not negative")
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,9 @@ class Section:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict) -> "Section":
+    def from_json(cls, values: Any) -> "Section":
         """The inverse of to_json."""
-        part, document = values["end"]
-        shards = tuple(Shard(**shard) for shard in values["shards"])
-        return cls(values["index"], (part, document), values["last"], shards)
+        return build(cls, values, "a section", "section.")
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,51 @@ class Split:
 
 
 @dataclass(frozen=True)
+class TokenizerNote:
+    """What a folder remembers of its tokenizer."""
+
+    kind: Literal["bytes", "sentencepiece"]
+    sha256: str
+    vocab_size: int
+    end: int
+
+    def __post_init__(self):
+        if not 0 <= self.end < self.vocab_size < 1 << 31:
+            raise ValueError(f"{self}: end is one of its tokens, of which there are fewer than 2³¹")
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "TokenizerNote":
+        """The note of a tokenizer."""
+        kind: Any = tokenizer.kind
+        return cls(kind, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The table of contents of a prepared folder, written last: a folder with a manifest is complete."""
 
     options: dict
-    tokenizer: dict
+    tokenizer: TokenizerNote
     dtype: str
     splits: dict[str, Split]
     sections: tuple[Section, ...]
+
+    def __post_init__(self):
+        if np.dtype(self.dtype) != token_dtype(self.tokenizer.vocab_size):
+            raise ValueError(f"dtype is {self.dtype!r}, not that of {self.tokenizer.vocab_size:,} tokens")
+        if self.tokenizer.kind == "bytes" and self.tokenizer != TokenizerNote.of(ByteTokenizer()):
+            raise ValueError(f"{self.tokenizer} is not the tokenizer of bytes")
+        for name, split in self.splits.items():
+            shards = self.shards(name)
+            counts = [sum(getattr(shard, count) for shard in shards) for count in ("tokens", "documents", "text_bytes")]
+            if counts != [split.tokens, split.documents, split.text_bytes]:
+                raise ValueError(f"splits.{name} is {split}, and its shards add up to {counts}")
+            if split.repeat_rate is not None and not 0.0 <= split.repeat_rate <= 1.0:
+                raise ValueError(f"splits.{name}.repeat_rate is {split.repeat_rate}; it is a probability")
+        if [section.index for section in self.sections] != list(range(len(self.sections))):
+            raise ValueError("the sections are not numbered from 0 on")
+        if {shard.split for section in self.sections for shard in section.shards} > self.splits.keys():
+            raise ValueError("shards are of other splits than are listed")
 
     def shards(self, split: str) -> list[Shard]:
         """The shards of one split, in order."""
@@ -88,12 +128,19 @@ class Manifest:
         values = {
             "format": FORMAT,
             "options": self.options,
-            "tokenizer": self.tokenizer,
+            "tokenizer": asdict(self.tokenizer),
             "dtype": self.dtype,
             "splits": {name: vars(split) for name, split in self.splits.items()},
             "sections": [section.to_json() for section in self.sections],
         }
         return json.dumps(values, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, values: Any) -> "Manifest":
+        """The inverse of to_json, of what JSON holds."""
+        if (version := values["format"]) != FORMAT:
+            raise ValueError(f"format {version!r}, and this version reads {FORMAT}")
+        return build(cls, {name: value for name, value in values.items() if name != "format"}, "a manifest")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -103,21 +150,7 @@ def read_manifest(folder: Path) -> Manifest:
         started = (folder / "options.json").is_file()
         problem = "is not finished" if started else "is not a prepared folder"
         raise ValueError(f"{folder} {problem} (no {MANIFEST}): run `skipless prepare … --out {folder}`")
-    try:
-        values = json.loads(path.read_bytes())
-        if values["format"] != FORMAT:
-            raise ValueError(f"format {values['format']}, and this version reads {FORMAT}")
-        return Manifest(
-            options=values["options"],
-            tokenizer=values["tokenizer"],
-            dtype=values["dtype"],
-            splits={name: Split(**split) for name, split in values["splits"].items()},
-            sections=tuple(Section.from_json(section) for section in values["sections"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged or of another version ({error}): prepare the folder again with --force"
-        ) from error
+    return read_json(path, Manifest.from_json, "prepare the folder again with --force")
 
 
 def fingerprint(folder: str | Path) -> str | None:
@@ -146,8 +179,7 @@ class TokenStore:
         self.manifest = read_manifest(self.folder)
         self.split = split
         self.dtype = np.dtype(self.manifest.dtype)
-        self.vocab_size = int(self.manifest.tokenizer["vocab_size"])
-        self.end = int(self.manifest.tokenizer["end"])
+        self.vocab_size, self.end = self.manifest.tokenizer.vocab_size, self.manifest.tokenizer.end
         self.shards = self.manifest.shards(split)
         if not self.shards:
             held = ", ".join(f"{name} ({part.tokens:,} tokens)" for name, part in self.manifest.splits.items())
@@ -212,9 +244,9 @@ class TokenStore:
                 yield tokens[start : start + length]
 
 
-def folder_tokenizer(folder: Path, described: dict) -> Tokenizer:
+def folder_tokenizer(folder: Path, described: TokenizerNote) -> Tokenizer:
     """The tokenizer of a folder whose manifest describes it so."""
-    if described["kind"] == "bytes":
+    if described.kind == "bytes":
         tokenizer: Tokenizer = ByteTokenizer()
     else:
         path = folder / MODEL_FILE
@@ -225,13 +257,13 @@ def folder_tokenizer(folder: Path, described: dict) -> Tokenizer:
     return tokenizer
 
 
-def match_tokenizer(folder: Path, described: dict, tokenizer: Tokenizer) -> None:
+def match_tokenizer(folder: Path, described: TokenizerNote, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that is not the described one."""
-    if tokenizer.sha256 != described["sha256"]:
+    if TokenizerNote.of(tokenizer) != described:
         raise ValueError(
             f"this tokenizer ({tokenizer.kind}, {tokenizer.vocab_size:,} pieces, {tokenizer.sha256[:12]}) did not make "
-            f"the shards in {folder}, which are of {described['kind']}, {described['vocab_size']:,} pieces, "
-            f"{described['sha256'][:12]}: use the folder's own (prepare puts a deleted {MODEL_FILE} back), or prepare "
+            f"the shards in {folder}, which are of {described.kind}, {described.vocab_size:,} pieces, "
+            f"{described.sha256[:12]}: use the folder's own (prepare puts a deleted {MODEL_FILE} back), or prepare "
             "another folder"
         )
 
@@ -284,8 +316,8 @@ def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
     """
     path = folder / VERIFIED
     try:
-        known = dict(json.loads(path.read_bytes())) if trust else {}
-    except (OSError, ValueError, TypeError):
+        known = read_json(path, mapping) if trust else {}
+    except (OSError, ValueError):
         known = {}
     good = dict(known)
     for shard in shards:

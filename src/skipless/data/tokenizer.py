@@ -29,7 +29,9 @@ MODEL_FILE = "tokenizer.model"
 MARK = "▁"  # U+2581, by which SentencePiece stands for a space
 THREADS = 16  # fixed: the trained model depends on the number of threads, and must not depend on the machine
 LONGEST_LINE = 4096  # bytes; the trainer leaves out lines above 4192
+LARGEST_VOCAB = 10_000_000
 SMALLEST_VOCAB = 259  # <unk>, </s>, the 256 bytes and one piece
+MOST_MEGABYTES = 1_000_000  # of text
 FAILED = 3  # exit code of the process where SentencePiece refuses the text
 
 
@@ -179,6 +181,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return SentencePieceTokenizer(model, str(path))
 
 
+def check_megabytes(name: str, size: float) -> None:
+    """A size of text that is some, and that a machine could hold."""
+    if not 0.0 < size <= MOST_MEGABYTES:
+        raise ValueError(f"{name}={size}: use a size above 0, of at most {MOST_MEGABYTES:,} MB; 64 is usual")
+
+
 @dataclass(frozen=True)
 class TrainUnigram:
     """Train SentencePiece (unigram, byte fallback) on up to `sample_mb` MB of the training text.
@@ -195,8 +203,9 @@ class TrainUnigram:
             raise ValueError(
                 f"a vocabulary of {self.vocab_size}: byte fallback alone needs {SMALLEST_VOCAB}; or use --bytes"
             )
-        if self.sample_mb <= 0:
-            raise ValueError(f"sample_mb={self.sample_mb}: the tokenizer needs some text; 64 is usual")
+        if self.vocab_size > LARGEST_VOCAB:
+            raise ValueError(f"a vocabulary of {self.vocab_size:,}: the largest is {LARGEST_VOCAB:,}; 32,000 is usual")
+        check_megabytes("sample_mb", self.sample_mb)
 
     def describe(self) -> dict:
         """What a prepared folder remembers of this choice."""

@@ -12,6 +12,8 @@ import numpy as np
 
 from skipless import lazy
 from skipless.console import html_table, number, text_table
+from skipless.files import reading
+from skipless.schema import build, check, shortened
 from skipless.theory import kernels
 from skipless.theory.certificate import Verdict, blocks_shown, judge
 
@@ -146,15 +148,13 @@ class Inspection:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Inspection":
         """The inverse of as_dict; null numbers come back as NaN, or as None where the field may lack."""
-        try:
+        with reading("the inspection"):
             blocks = tuple(_block(entry) for entry in data["blocks"])
-            verdict = Verdict(**data["verdict"])
-            cosines = data.get("kernels")
+            verdict, cosines = build(Verdict, data["verdict"], "the verdict", "verdict."), data.get("kernels")
             stack = None if cosines is None else np.array(cosines, dtype=np.float64)
             locations = {name: np.array(rows, dtype=np.float64) for name, rows in data.get("locations", {}).items()}
+            _check_blocks(blocks, verdict, stack)
             return cls(str(data["model"]), blocks, verdict, str(data.get("advice") or ""), stack, locations)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"the inspection is damaged or of another version ({error!r})") from error
 
     @classmethod
     def of_states(cls, model: str, states: np.ndarray, *, normalised: bool = False) -> "Inspection":
@@ -188,10 +188,8 @@ class Inspection:
     @classmethod
     def of_certificates(cls, data: Mapping[str, Any]) -> list["Inspection"]:
         """One per network of a `skipless kernels --json` file: theory's numbers, kernels of the blocks shown."""
-        try:
+        with reading("the certificate"):
             return [cls._of_certificate(network) for network in data["networks"]]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"the certificate is damaged or of another version ({error!r})") from error
 
     @classmethod
     def _of_certificate(cls, network: Mapping[str, Any]) -> "Inspection":
@@ -201,7 +199,9 @@ class Inspection:
         length = len(next(iter(shown.values()))) if shown else 0
         absent = np.full((length, length), np.nan)
         stack = np.stack([shown.get(at["block"], absent) for at in reports]) if shown else None
-        return cls(str(network["label"]), blocks, Verdict(**network["certificate"]["verdict"]), kernels=stack)
+        verdict = build(Verdict, network["certificate"]["verdict"], "the verdict", "verdict.")
+        _check_blocks(blocks, verdict, stack)
+        return cls(str(network["label"]), blocks, verdict, kernels=stack)
 
 
 def _certified(at: Mapping[str, Any], cosine: np.ndarray | None) -> BlockSignal:
@@ -218,9 +218,19 @@ def _certified(at: Mapping[str, Any], cosine: np.ndarray | None) -> BlockSignal:
         collapse=_NAN,
         kurtosis=_NAN,
         outlier=_NAN,
-        gradient_mean=at["backward_mean"],
-        gradient_max=at["backward_max"],
+        gradient_mean=_number(at["backward_mean"]),
+        gradient_max=_number(at["backward_max"]),
     )
+
+
+def _check_blocks(blocks: Sequence[BlockSignal], verdict: Verdict, stack: np.ndarray | None) -> None:
+    """Refuse what no network has: blocks out of order, a verdict on one that is not there, kernels of another shape."""
+    if not blocks or [block.block for block in blocks] != list(range(len(blocks))):
+        raise ValueError("the blocks are not numbered 0, 1, 2, …")
+    if verdict.block is not None and not 0 <= verdict.block < len(blocks):
+        raise ValueError(f"the verdict is about block {verdict.block}, of {len(blocks) - 1}")
+    if stack is not None and (stack.ndim != 3 or len(stack) != len(blocks) or stack.shape[1] != stack.shape[2]):
+        raise ValueError(f"kernels are shaped {stack.shape}, not ({len(blocks)}, T, T)")
 
 
 def _block(entry: Mapping[str, Any]) -> BlockSignal:
@@ -230,12 +240,15 @@ def _block(entry: Mapping[str, Any]) -> BlockSignal:
         values[name] = _number(values[name])
     for name in ("collapse", "kurtosis", "outlier"):
         values[name] = _number(values[name])
+    for name in ("parameter_gradients", "parameter_sizes", "predicted"):
+        if isinstance(values.get(name), dict):
+            values[name] = {kind: _number(value) for kind, value in values[name].items()}
     values["cosine_quantiles"] = tuple(_number(value) for value in values["cosine_quantiles"])
-    return BlockSignal(**values)
+    return build(BlockSignal, values, "a block", f"block {shortened(values.get('block'))}: ")
 
 
 def _number(value: Any) -> float:
-    return _NAN if value is None else float(value)
+    return _NAN if value is None else check(value, float, "a number")
 
 
 def _name(block: int) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from skipless.console import nearest
+from skipless.files import parse_json
+from skipless.schema import build
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
@@ -22,7 +24,7 @@ from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, U
 logger = logging.getLogger("skipless")
 Position = Literal["rope", "relative", "none"]
 Head = Literal["lm", "token", "pooled"]
-SCHEMES: dict[str, type] = {
+SCHEMES: dict[str, Any] = {
     "standard": StandardAttention,
     "value-skipinit": ValueSkipInit,
     "u-spa": UniformSPA,
@@ -168,8 +170,7 @@ class ModelConfig:
             data["scheme"] = _scheme_from(data["scheme"])
         for name, kind in {"attention_skip": Skip, "mlp_skip": Skip, "activation": ShapedActivation}.items():
             if isinstance(data.get(name), dict):
-                check_names(kind, data[name])
-                data[name] = kind(**data[name])
+                data[name] = build(kind, data[name], kind.__name__, f"{name}.")
         return cls(**data)
 
     def to_json(self) -> str:
@@ -177,7 +178,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(parse_json(text))
 
 
 def _solved_activation(config: ModelConfig, given: str | None) -> ShapedActivation:
@@ -252,8 +253,7 @@ def _scheme_from(data: dict[str, Any]) -> Scheme:
     kind = fields.pop("kind", None)
     if kind not in SCHEMES:
         raise ValueError(f"scheme kind is {kind!r}; it must be one of {', '.join(SCHEMES)}")
-    check_names(SCHEMES[kind], fields)
-    return SCHEMES[kind](**fields)
+    return build(SCHEMES[kind], fields, SCHEMES[kind].__name__, "scheme.")
 
 
 def check_names(kind: Any, data: Mapping[str, Any]) -> None:

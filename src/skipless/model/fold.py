@@ -31,6 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from skipless.files import parse_json, reading
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import ShapedAttention
@@ -368,16 +369,17 @@ class FoldedTransformer(Transformer):
     @classmethod
     def load(cls, path: str | Path, *, impl: str = "auto", device: str = "cpu") -> "FoldedTransformer":
         """The model that `save` wrote, in the dtype it was saved in."""
-        with safe_open(path, framework="pt", device=device) as file:
-            text = (file.metadata() or {}).get(_METADATA)
-            if text is None:
-                raise ValueError(
-                    f"{path} has no {_METADATA!r} metadata; only what FoldedTransformer.save wrote loads here"
-                )
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-        model = cls.empty(Folding.from_dict(json.loads(text)), impl=impl)
-        model.load_state_dict(state, assign=True)
-        return model
+        with reading(path, "fold the network again"):
+            with safe_open(path, framework="pt", device=device) as file:
+                text = (file.metadata() or {}).get(_METADATA)
+                if text is None:
+                    raise ValueError(
+                        f"{path} has no {_METADATA!r} metadata; only what FoldedTransformer.save wrote loads here"
+                    )
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            model = cls.empty(Folding.from_dict(parse_json(text)), impl=impl)
+            model.load_state_dict(state, assign=True)
+            return model
 
 
 def _folded_block(attention: ShapedAttention, folding: Folding, index: int, stream: Stream | None) -> Block:

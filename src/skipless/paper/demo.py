@@ -9,7 +9,7 @@ import numpy as np
 from skipless.data.store import TokenStore
 from skipless.model.kernel_maps import certificate, input_norm
 from skipless.paper.experiments import Arm, PaperTable, Scale, Setting
-from skipless.paper.measures import read_probe
+from skipless.paper.measures import probe_at
 from skipless.paper.records import Record
 from skipless.paper.runs import Run, make_run, run_key
 from skipless.theory import kernels
@@ -118,7 +118,7 @@ def demo_row(run: Run, record: Record, folder: Path, table: PaperTable = DEMO) -
     losses = {line["step"]: line["loss"] for line in read_metrics(folder) if "loss" in line}
     repeat_rate = TokenStore(run.experiment.data.folder or "").repeat_rate or 0.0
     start = input_norm(model) * kernels.uniform(repeat_rate, train.length)
-    first, last = (_cosines(read_probe(folder, step)) for step in train.probe_at)
+    first, last = (_cosines(probe_at(folder, step)) for step in train.probe_at)
     return DemoRow(
         run,
         table.arm(run.arm).label,

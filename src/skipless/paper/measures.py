@@ -10,6 +10,7 @@ import numpy as np
 from skipless.model.config import ModelConfig
 from skipless.paper.runs import Run
 from skipless.theory import kernels, propagation
+from skipless.training.run import read_probe
 
 NEIGHBOURS = 4  # locations at most so far apart are neighbours
 SIDE = 32  # locations that a record keeps, evenly spaced
@@ -18,20 +19,19 @@ SIDE = 32  # locations that a record keeps, evenly spaced
 def measured(run: Run, folder: Path, tasks: Path | None, device: str) -> dict[str, Any]:
     """The run's measures, and its kernels where it has probes, from the folder of its finished run."""
     if run.measure == "probes":
-        stages = {step: read_probe(folder, step) for step in run.experiment.train.probe_at}
+        stages = {step: probe_at(folder, step) for step in run.experiment.train.probe_at}
         return {"measures": kernel_measures(run.experiment.model, list(stages.values())), "kernels": pack(stages)}
     if run.measure == "tasks":
         return {"measures": task_measures(folder, tasks, device)}
     return {}
 
 
-def read_probe(folder: Path, step: int) -> np.ndarray:
+def probe_at(folder: Path, step: int) -> np.ndarray:
     """(L+1, T, T) kernels of a run before its update `step`."""
     file = folder / "probes" / f"step-{step:08d}.npz"
     if not file.is_file():
         raise ValueError(f"{file} is missing: the run was to be probed at step {step}; train it again")
-    with np.load(file, allow_pickle=False) as stored:
-        return stored["states"].astype(np.float64)
+    return read_probe(file)[1]
 
 
 def kernel_measures(model: ModelConfig, stages: Sequence[np.ndarray]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import read_manifest
 from skipless.data.text import DATASETS
 from skipless.data.tokenizer import Bytes, TrainUnigram
+from skipless.files import read_json
 from skipless.model import presets
 from skipless.model.config import ModelConfig
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
@@ -106,10 +107,7 @@ def _named(name: str | Path) -> Experiment:
         return recipe(str(name))
     if not path.is_file():
         raise ValueError(f"{path} does not exist; name a recipe (`skipless train --list`) or a run's experiment.json")
-    try:
-        return Experiment.from_json(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not an experiment: {error}") from error
+    return read_json(path, Experiment.from_dict, what="is not an experiment")
 
 
 def _path_of(experiment: Experiment, name: str) -> str:
@@ -142,10 +140,10 @@ def with_data(experiment: Experiment, root: str | Path = "data", *, given: Colle
         folder = prepared(data.corpus, vocab, root)
         experiment = experiment.with_fields({"data.folder": str(folder)})
     manifest = read_manifest(Path(experiment.data.folder or ""))
-    rate = manifest.splits["train"].repeat_rate
+    rate = manifest.splits["train"].repeat_rate if "train" in manifest.splits else None
     model, values = experiment.model, {}
     if "model.vocab_size" not in given:
-        values["model.vocab_size"] = int(manifest.tokenizer["vocab_size"])
+        values["model.vocab_size"] = manifest.tokenizer.vocab_size
     if rate is not None and isinstance(model.scheme, ExponentialSPA | UniformSPA):
         if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
             values["model.scheme.repeat_rate"] = round(rate, 3)

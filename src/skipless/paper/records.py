@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipless.files import FolderLock, append_line, read_lines
+from skipless.files import FolderLock, append_line, read_lines, reading
 from skipless.paper.experiments import Text
+from skipless.schema import build
 
 if TYPE_CHECKING:
     from skipless.paper.runs import Run
@@ -63,15 +64,16 @@ class Record:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Record":
-        """The inverse; ValueError where fields are missing."""
+        """The inverse; ValueError where fields are missing or of another type."""
         known = {f.name for f in dataclasses.fields(cls)}
         values = {name: value for name, value in data.items() if name in known}
         for name, missing in (("train_loss", math.inf), ("valid_loss", math.inf), ("step_seconds", math.nan)):
-            values[name] = missing if values.get(name) is None else float(values[name])
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ValueError(f"not the record of a run ({error})") from error
+            values[name] = missing if values.get(name) is None else values[name]
+        record = build(cls, values, "the record of a run")
+        build(Text, record.text, "text", "text.")
+        if any(len(point) != 2 for point in record.curve):
+            raise ValueError("curve must be a list of [step, loss]")
+        return record
 
     def value(self, quantity: str) -> float | None:
         """A loss, the perplexity of validation, or a measure; None where it was not taken."""
@@ -202,11 +204,14 @@ class ResultsFolder:
 
     def _read(self) -> dict[str, Record]:
         files = sorted((self.path / LOGS).glob(f"*-{self.scale}.jsonl"))
-        return {record.key: record for file in files for record in _records(file)}
+        return {record.key: record for file in files for record in read_records(file)}
 
 
-def _records(file: Path) -> Iterable[Record]:
-    try:
-        return [Record.from_json(line) for line in read_lines(file)]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged or of another version ({error}); move it away to go on without") from error
+def read_records(file: Path) -> list[Record]:
+    """The records of a log; ValueError names it, and the line that is none."""
+    records = []
+    with reading(file, "move it away to go on without"):
+        for number, line in enumerate(read_lines(file), 1):
+            with reading(f"line {number}", what="is not the record of a run"):
+                records.append(Record.from_json(line))
+    return records

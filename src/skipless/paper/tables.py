@@ -1,6 +1,5 @@
 """All tables by name, and what is known of one as a page: Markdown and JSON."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skipless import __version__
+from skipless.files import read_json
 from skipless.paper.claims import Results, Verdict
 from skipless.paper.experiments import MOST_BEYOND, SCALES, PaperTable, Setting, Text
 from skipless.paper.records import Record, ResultsFolder
@@ -318,8 +318,13 @@ def results_index(out: Path, folders: Sequence[ResultsFolder]) -> str:
 def _index_lines(table: PaperTable, out: Path, folders: Sequence[ResultsFolder]) -> list[tuple[str, ...]]:
     """A line for each scale that the table has a page of; one that says so where it has none."""
     if table.kernels:
-        found = json.loads((out / f"{table.name}.json").read_text())["checks"] if _has_page(out, table.name) else []
-        held = _held(sum(check["holds"] for check in found), len(found)) if found else "–"
+        file = out / f"{table.name}.json"
+        found = (
+            read_json(file, lambda page: [check["holds"] for check in page["checks"]])
+            if _has_page(out, table.name)
+            else []
+        )
+        held = _held(sum(holds is True for holds in found), len(found)) if found else "–"
         state = "all" if found else "not run"
         return [(_title(out, table, table.name), table.reference, _command(table), state, "–", "–", "none", held)]
     lines = []

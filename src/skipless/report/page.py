@@ -57,6 +57,13 @@ class ResultTable:
     rows: Sequence[Sequence[str]]
     claims: bool = False
 
+    def __post_init__(self):
+        for row in (self.head, *self.rows):
+            if len(row) != len(self.head) or not all(isinstance(cell, str) for cell in row):
+                raise ValueError(f"{self.title}: {list(row)!r} is no row of {len(self.head)} texts")
+            if self.claims and row is not self.head and row[1] not in dict(_TALLIES):
+                raise ValueError(f"{self.title}: the verdict {row[1]!r} is none of {', '.join(dict(_TALLIES))}")
+
 
 def render(
     inspections: Sequence[Inspection],

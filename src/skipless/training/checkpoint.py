@@ -41,10 +41,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from skipless.files import sync_folder, write_json, write_whole, writing
+from skipless.files import mapping, read_json, reading, sync_folder, write_json, write_whole, writing
 from skipless.model.config import ModelConfig
 from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
+from skipless.schema import build
 from skipless.training.distributed import on_main, world_size
 
 STATE = "state.json"
@@ -242,20 +243,23 @@ def verified(folder: Path) -> Manifest:
 
 def _read(path: Path) -> Manifest:
     try:
-        values = json.loads(path.read_bytes())
-        sha256, version = values.pop("sha256"), values["format"]
-        whole = sha256 == _digest(values)
+        values = read_json(path, mapping, what="is cut short or changed")
+        with reading(path, what="is cut short or changed"):
+            sha256, version = values.pop("sha256"), values["format"]
+            whole = sha256 == _digest(values)
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing") from error
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise DamagedError(f"{path} is cut short or changed ({error})") from error
+    except (OSError, ValueError) as error:
+        raise DamagedError(str(error)) from error
     if not whole:
         raise DamagedError(f"{path} is changed: its SHA-256 is not the one it was written with")
     if version != FORMAT:
         raise DamagedError(f"{path} has format {version}, and this version of skipless reads {FORMAT}")
-    return Manifest(**values)
+    try:
+        with reading(path):
+            return build(Manifest, values, "the state of a checkpoint")
+    except ValueError as error:
+        raise DamagedError(str(error)) from error
 
 
 def _digest(values: dict[str, Any]) -> str:
@@ -318,7 +322,8 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer | None, rest: A
     if optimizer is not None and rest is None:
         raise ValueError(f"{folder} holds no optimiser's state: it was saved without one; load it without one")
     tensors: dict[str, Tensor] = {}
-    state = _optimizer_targets(model, optimizer, rest, saved, tensors) if optimizer is not None else None
+    with reading(folder / STATE):
+        state = _optimizer_targets(model, optimizer, rest, saved, tensors) if optimizer is not None else None
     tensors |= {f"model.{name}": tensor for name, tensor in weights.items()}
     with _dcp():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(path=str(folder)))
@@ -455,8 +460,10 @@ def model_from_weights(path: Path, *, impl: str = "auto") -> Transformer:
     metadata, tensors = _read_weights(path)
     if CONFIG not in metadata:
         raise ValueError(f"{path} does not say which model it is of (no {CONFIG!r} in its metadata): use load_weights")
+    with reading(path, "export it again", what="says it is of a model that cannot be"):
+        config = ModelConfig.from_json(metadata[CONFIG])
     with torch.device("meta"):  # initial weights would be computed only to be replaced
-        model = Transformer(ModelConfig.from_json(metadata[CONFIG]), impl=impl)
+        model = Transformer(config, impl=impl)
     wanted = {name: str(tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     check_same_tensors(wanted, {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}, path)
     model.load_state_dict(tensors, assign=True)
@@ -466,6 +473,8 @@ def model_from_weights(path: Path, *, impl: str = "auto") -> Transformer:
 def _read_weights(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; weights are in a run's export folder")
+    with reading(path):
+        path.open("rb").close()  # safetensors takes one that may not be read for one that is not there
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from skipless.console import nearest
+from skipless.files import parse_json
 from skipless.model.config import ModelConfig
+from skipless.schema import KINDS, build, check_choice, shortened
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
@@ -256,16 +258,15 @@ class Experiment:
     @classmethod
     def from_json(cls, text: str) -> "Experiment":
         """The inverse of to_json; unknown fields, and values of another type than the field's, are errors."""
-        data = json.loads(text)
+        return cls.from_dict(parse_json(text))
+
+    @classmethod
+    def from_dict(cls, data: Any) -> "Experiment":
+        """The same of what JSON holds."""
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-            raise ValueError(f'an experiment is a mapping with a name, such as {{"name": "mine"}}, not {text[:40]!r}')
-        plain = _checked_fields(cls, data, "an experiment")
-        try:
-            model = ModelConfig.from_dict(plain.get("model", {}))
-        except TypeError as error:  # of the scheme or activation, which take what their class does
-            raise ValueError(f"model cannot be read: {error}") from error
-        data, optimizer, train = (plain.get(name, {}) for name in ("data", "optimizer", "train"))
-        return cls(plain["name"], model, DataConfig(**data), OptimizerConfig(**optimizer), TrainConfig(**train))
+            seen = shortened(data)
+            raise ValueError(f'an experiment is a mapping with a name, such as {{"name": "mine"}}, not {seen}')
+        return build(cls, data, "an experiment")
 
     def override(self, *assignments: str) -> "Experiment":
         """A copy with fields set from text: override("train.steps=500", "model.scheme.gamma_final=0.2")."""
@@ -301,18 +302,6 @@ def split_assignments(assignments: Iterable[str]) -> dict[str, str]:
     return values
 
 
-def _checked_fields(kind: Any, data: Any, where: str) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them, each of its type."""
-    known = [f.name for f in dataclasses.fields(kind)]
-    if not isinstance(data, dict):
-        raise ValueError(f"{where} is {data!r}; it must be a mapping of {', '.join(known)}")
-    for name in data:
-        if name not in known:
-            raise ValueError(f"{where} has no field {name!r}; {nearest(name, known)}")
-    hints, prefix = typing.get_type_hints(kind), "" if kind is Experiment else f"{where}."
-    return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
-
-
 def _changed(target: Any, changes: dict[tuple[str, ...], Any], prefix: str) -> Any:
     """A copy of `target` with all changes made at once, so that values which depend on each other may change."""
     known = [f.name for f in dataclasses.fields(target)]
@@ -344,16 +333,6 @@ def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], Any], name: str) 
     return whole[()] if whole else _changed(old, parts, f"{name}.")
 
 
-_KINDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    tuple: "a list",
-    dict: "a mapping",
-}
-
-
 def _parsed(value: Any, hint: Any, name: str) -> Any:
     return parse(value, hint, name) if isinstance(value, str) else value
 
@@ -364,26 +343,26 @@ def parse(text: str, hint: Any, name: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _parse_union(text, args, name)
     if origin is Literal:
-        return _choice(text, args, name)
+        return check_choice(text, args, name)
     if origin is tuple:
         parts = (part.strip().strip("\"'") for part in text.strip("()[]").split(","))
         return tuple(parse(part, args[0], name) for part in parts if part)
     if hint is bool:
         if text.lower() not in ("true", "false", "1", "0"):
-            raise ValueError(f"{name} is {text!r}; it must be {_KINDS[bool]}")
+            raise ValueError(f"{name} is {text!r}; it must be {KINDS[bool]}")
         return text.lower() in ("true", "1")
     if hint in (int, float):
         try:
             return int(text.replace("_", "")) if hint is int else float(text)
         except ValueError:
-            raise ValueError(f"{name} is {text!r}; it must be {_KINDS[hint]}") from None
+            raise ValueError(f"{name} is {text!r}; it must be {KINDS[hint]}") from None
     if hint is str:
         return text
     if dataclasses.is_dataclass(hint):
         first = dataclasses.fields(hint)[0].name
         raise ValueError(f"{name} cannot be set from text; set a field below it, such as {name}.{first}=…")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise ValueError(f'{name} is {text!r}, which is not JSON ({error}); write it as {{"value": 0.5}}') from None
     if origin is dict and not isinstance(value, dict):
@@ -403,32 +382,3 @@ def _parse_union(text: str, kinds: tuple, name: str) -> Any:
         except ValueError as error:
             errors.append(str(error))
     raise ValueError(errors[0] if errors else f"{name} cannot be set from text; set a field below it")
-
-
-def check(value: Any, hint: Any, name: str) -> Any:
-    """A value out of JSON for a field's type, its lists as tuples; ValueError where `parse` has one for text."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        kinds = [kind for kind in args if kind is not type(None)]
-        mixed = len(kinds) > 1  # schemes and activations, which ModelConfig checks
-        return value if mixed or (value is None and type(None) in args) else check(value, kinds[0], name)
-    if origin is Literal:
-        return _choice(value, args, name)
-    if dataclasses.is_dataclass(hint):
-        return _checked_fields(hint, value, name)
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(check(part, args[0], name) for part in value)
-    if origin is dict and isinstance(value, dict):
-        return {key: check(part, args[1], f"{name}.{key}") for key, part in value.items()}
-    if hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    kind = origin or hint
-    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, int | float if kind is float else kind):
-        raise ValueError(f"{name} is {value!r}; it must be {_KINDS[kind]}")
-    return value
-
-
-def _choice(value: Any, allowed: tuple, name: str) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-    return value

@@ -9,12 +9,11 @@ from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
 from skipless.training.config import Experiment
-from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, read_experiment
+from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, WEIGHTS, read_experiment
 
 if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
 
-WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 

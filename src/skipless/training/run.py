@@ -25,10 +25,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import skipless
 from skipless.console import Progress
 from skipless.data.store import fingerprint
-from skipless.files import LOCK, PART, FolderLock, Journal, read_lines, write_json, write_whole, writing
+from skipless.files import (
+    LOCK,
+    PART,
+    FolderLock,
+    Journal,
+    mapping,
+    read_json,
+    read_lines,
+    reading,
+    write_json,
+    write_whole,
+    writing,
+)
+from skipless.schema import check
 from skipless.training.config import Experiment
 
 EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
@@ -38,7 +53,7 @@ EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
     "metrics.jsonl",
     "finished.json",
 )
-CHECKPOINTS, EXPORT = "checkpoints", "export"
+CHECKPOINTS, EXPORT, WEIGHTS = "checkpoints", "export", "model.safetensors"
 FREE = ("train.keep",)  # settings that may change when a run goes on
 _PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")
 # Dense bfloat16 peaks in FLOP/s, by a part of the device's name; MFU is shown where the device is known.
@@ -215,10 +230,7 @@ def _check_tokens(file: Path, experiment: Experiment) -> None:
     """Refuse tokens that were prepared anew since the run began; a folder of before such notes has none to compare."""
     if not file.is_file():
         return
-    try:
-        there = dict(json.loads(file.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
+    there = read_json(file, mapping, "delete it to go on without")
     for name, here in _fingerprints(experiment).items():
         if here and there.get(name) not in (None, here):
             raise ValueError(
@@ -235,11 +247,9 @@ def _fingerprints(experiment: Experiment) -> dict[str, str | None]:
 def _note_environment(file: Path, begun: bool) -> None:
     noted = environment()
     if begun and file.is_file():
-        try:
-            first = dict(json.loads(file.read_bytes()))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{file} is damaged ({error}); delete it to go on without") from error
-        noted = {**first, "resumed": [*first.get("resumed", []), noted]}
+        first = read_json(file, mapping, "delete it to go on without")
+        with reading(file, "delete it to go on without"):
+            noted = {**first, "resumed": [*first.get("resumed", []), noted]}
     write_json(file, noted)
 
 
@@ -295,10 +305,7 @@ def read_experiment(path: str | Path) -> Experiment:
     file = Path(path) / EXPERIMENT
     if not file.is_file():
         raise ValueError(f"{path} is not a run (no {EXPERIMENT}); `skipless train` makes one")
-    try:
-        return Experiment.from_json(file.read_text())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is damaged or of another version ({error}); use another folder") from error
+    return read_json(file, Experiment.from_dict, "use another folder")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -310,14 +317,27 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = path / METRICS if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a run writes it as it trains")
-    try:
+    with reading(path, "delete the line to read the rest", what="is damaged"):
         records = read_lines(path)
         for number, record in enumerate(records, 1):
-            if not isinstance(record.get("step"), int):
+            if "step" not in record:
                 raise ValueError(f"line {number} has no step")
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); delete the line to read the rest") from error
+            for name, value in record.items():
+                if value is not None or name == "step":
+                    check(value, int if name == "step" else float, f"line {number}: {name}")
+            if not 0 <= record["step"] < 1 << 53:
+                raise ValueError(f"line {number}: step is {record['step']}; steps count from 0")
     return records
+
+
+def read_probe(file: Path) -> tuple[int, np.ndarray]:
+    """Step and kernels, (L+1, T, T), of a file in a run's probes/; ValueError names one that is something else."""
+    with reading(file, "delete it to leave it out", what="is not a probe of a run, or damaged"):
+        with np.load(file, allow_pickle=False) as saved:
+            step, states = int(saved["step"]), saved["states"]
+        if states.ndim != 3 or states.shape[1] != states.shape[2] or not states.shape[0] or states.shape[1] < 2:
+            raise ValueError(f"kernels shaped {states.shape} instead of (blocks + 1, T, T) with T of 2 or more")
+        return step, states.astype(np.float64, casting="same_kind")
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
@@ -325,7 +345,14 @@ def read_result(path: str | Path) -> dict[str, Any]:
     file = Path(path) / FINISHED
     if not file.is_file():
         raise ValueError(f"{path} is not a finished run (no {FINISHED}); go on with --resume")
-    return json.loads(file.read_text())
+
+    def checked(values: Any) -> dict[str, Any]:
+        check(values.get("valid"), dict[str, float | None] | None, "valid")
+        if values.get("weights") not in (None, WEIGHTS):
+            raise ValueError(f"weights is {values['weights']!r}; a run's weights are {WEIGHTS}")
+        return dict(values)
+
+    return read_json(file, checked)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import nn
 
 from skipless.data.formats import COMPRESSIONS, opened
 from skipless.data.tokenizer import Tokenizer
+from skipless.files import parse_json
 from skipless.model.transformer import Transformer
 from skipless.training.config import Precision
 from skipless.training.evaluate import Row, check_vocabulary, config_of, scoring
@@ -163,7 +164,7 @@ def local_records(name: str, folder: str | Path) -> Iterator[dict[str, Any]]:
     with opened(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 if not isinstance(record, dict):
                     raise ValueError(f"a {type(record).__name__}, not an object")
             except ValueError as error:

@@ -32,9 +32,8 @@ from skipless.training.evaluate import EvalResult, evaluate_loss
 from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, supports_half_weights
 from skipless.training.optim.build import Composite, build_optimizer, freeze, set_rates, warmup_cosine
 from skipless.training.optim.half_weights import HalfWeights
-from skipless.training.run import Board, Display, Line, RunFolder, flops_per_token
+from skipless.training.run import WEIGHTS, Board, Display, Line, RunFolder, flops_per_token
 
-WEIGHTS = "model.safetensors"
 _KINDS = 128  # of blocks that one process keeps compiled; torch's own limit of 8 sends later networks back to eager
 _SMALLEST_FACTOR = 2.0**-6  # of the rate, where a run that diverges goes on with half of it
 _ECHO = 1.0  # seconds: torchrun hands a terminal's Ctrl-C on to processes that had it already

@@ -1,0 +1,93 @@
+"""What comes from outside as plain data, checked against the types of a dataclass before anything is made of it."""
+
+import dataclasses
+import types
+import typing
+from typing import Any, Literal, TypeVar
+
+from skipless.console import nearest
+
+T = TypeVar("T")
+
+KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def build(kind: type[T], data: Any, where: str, prefix: str = "") -> T:
+    """The dataclass of a mapping of its fields, each of its type, its own dataclasses likewise.
+
+    ValueError names the first field that is unknown, missing or of another type, by `prefix` and its name; where: what
+    the data is said to be.
+    """
+    return kind(**check_fields(kind, data, where, prefix))
+
+
+def check_fields(kind: Any, data: Any, where: str, prefix: str = "") -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them, each of its type."""
+    known = {each.name: each for each in dataclasses.fields(kind) if each.init}
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {shortened(data)}; it must be a mapping of {', '.join(known)}")
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{where} has no field {name!r}; {nearest(name, known)}")
+    for name, each in known.items():
+        if name not in data and each.default is each.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where} lacks {name!r}")
+    hints = typing.get_type_hints(kind)
+    return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
+
+
+def check(value: Any, hint: Any, name: str) -> Any:
+    """A value out of JSON for a field's type, its lists as tuples and its mappings as the dataclasses they stand for.
+
+    ValueError names the value and what it must be. A field of several types is left to its own class.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for kind in args if kind is not type(None)]
+        mixed = len(kinds) > 1
+        return value if mixed or (value is None and type(None) in args) else check(value, kinds[0], name)
+    if hint is Any:
+        return value
+    if origin is Literal:
+        return check_choice(value, args, name)
+    if dataclasses.is_dataclass(hint):
+        made = getattr(hint, "from_dict", None)
+        fields = check_fields(hint, value, name, f"{name}.")
+        return made(fields) if made is not None else hint(**fields)
+    if origin is tuple and isinstance(value, list | tuple):
+        kinds = [args[0]] * len(value) if Ellipsis in args else args
+        if len(value) != len(kinds):
+            raise ValueError(f"{name} is {shortened(value)}; it must be a list of {len(kinds)}")
+        pairs = enumerate(zip(value, kinds, strict=True))
+        return tuple(check(part, kind, f"{name}[{index}]") for index, (part, kind) in pairs)
+    if origin is list and isinstance(value, list):
+        return [check(part, args[0], f"{name}[{index}]") for index, part in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        return {key: check(part, args[1], f"{name}.{key}") for key, part in value.items()}
+    if hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    kind = origin or hint
+    if isinstance(value, bool) is not (kind is bool) or not isinstance(value, int | float if kind is float else kind):
+        raise ValueError(f"{name} is {shortened(value)}; it must be {KINDS[kind]}")
+    return value
+
+
+def check_choice(value: Any, allowed: tuple, name: str) -> Any:
+    """A value that must be one of a few."""
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        raise ValueError(f"{name} is {shortened(value)}; it must be one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def shortened(value: Any, most: int = 60) -> str:
+    """A value as an error quotes it."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
