@@ -15,7 +15,7 @@ from skipless.nn.attention import AttentionOptions, LayerCache, ShapedAttention
 from skipless.nn.block import MLP, Block
 from skipless.nn.position import Positions
 from skipless.ops.attention import Rotation
-from skipless.ops.bias import BiasVectors
+from skipless.ops.bias import BiasVectors, has_vectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
 from skipless.theory.shapes import AttentionShape
@@ -55,41 +55,41 @@ class Transformer(nn.Module):
         self.embedding_scale = math.sqrt(config.width) if config.scales_embedding else 1.0
         self.recompute: Callable[..., Tensor] | None = None
         self.reset_parameters()
+        self.build_shapes()
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         targets: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         layout: Layout | None = None,
         caches: Sequence[LayerCache] | None = None,
         past: int = 0,
     ) -> Tensor:
         """Logits, or with targets their mean cross entropy, for which all logits never exist at once.
 
+        inputs_embeds (batch, T, width) are taken in place of the embedding's rows, and tokens left out.
         With caches (one per block, holding `past` locations) the tokens follow those already seen.
         """
-        hidden = self.hidden(tokens, layout=layout, caches=caches, past=past)
+        hidden = self.hidden(tokens, inputs_embeds=inputs_embeds, layout=layout, caches=caches, past=past)
         return self.logits(hidden, layout) if targets is None else self.loss(hidden, targets, layout)
 
     def hidden(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         *,
+        inputs_embeds: Tensor | None = None,
         layout: Layout | None = None,
         caches: Sequence[LayerCache] | None = None,
         past: int = 0,
     ) -> Tensor:
         """X_L, the last block's output after the final norm where there is one: (batch, T, width)."""
-        if tokens.dim() != 2:
-            raise ValueError(
-                f"tokens are shaped {tuple(tokens.shape)}; they must be (batch, T): tokens[None] for one row"
-            )
         if caches is not None and layout is None:
             _check_past(caches, past)
-        x = self.embed(tokens)
+        x = self.embed(tokens, inputs_embeds)
         layout = self.prepare(x, layout, past, cached=caches is not None)
-        positions = self.positions(tokens, layout, past)
+        positions = self.positions(x, layout, past)
         for index, block in enumerate(self.each_block()):
             cache = caches[index] if caches is not None else None
             x = block(x, positions, cache) if self.recompute is None else self.recompute(block, x, positions, cache)
@@ -122,8 +122,20 @@ class Transformer(nn.Module):
         Blocks may replace them for another length: a CUDA graph that reads them has to hold what is returned.
         """
         dtype = torch.promote_types(like.dtype, torch.float32)
-        blocks = self.each_block()
-        return [block.layers()[0].bias(length, next(block.parameters()).device, dtype) for block in blocks]
+        devices = [next((p.device for p in block.parameters()), like.device) for block in self.each_block()]
+        blocks = zip(self.each_block(), devices, strict=True)
+        return [block.layers()[0].bias(length, device, dtype) for block, device in blocks]
+
+    def build_shapes(self, length: int | None = None) -> None:
+        """Build every block's bias vectors now, for `length` locations (None: the training length).
+
+        torch.compile(fullgraph=True) and torch.export trace a forward that reads them and cannot build them. Tables,
+        which are T×T and of one length where attention is not causal, are built when a length is named or first used.
+        """
+        blocks = [block for block in self.each_block() if not any(p.is_meta for p in block.parameters())]
+        compact = all(has_vectors(block.layers()[0].shape) for block in blocks)
+        if len(blocks) == len(self.blocks) and (compact or length is not None):
+            self.bias_vectors(length or self.config.length, self.embedding.weight)
 
     def compile_blocks(self) -> "Transformer":
         """Compile each block in place, with static shapes. All blocks of a network share one graph."""
@@ -135,13 +147,16 @@ class Transformer(nn.Module):
         """The blocks, first to last."""
         return iter(cast(Iterable[Block], self.blocks))
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """X_0: the looked-up rows, times √d where the stream starts at unit norm."""
-        rows = self.embedding(tokens)
+    def embed(self, tokens: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:
+        """X_0: the looked-up rows, or those given in their place, times √d where the stream starts at unit norm."""
+        if (tokens is None) == (inputs_embeds is None):
+            raise ValueError("give either tokens (batch, T) or inputs_embeds (batch, T, width), one of the two")
+        _check_stream(tokens, inputs_embeds, self.config.width)
+        rows = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
         return rows * self.embedding_scale if self.embedding_scale != 1.0 else rows
 
     def positions(self, tokens: Tensor, layout: Layout | None = None, past: int = 0) -> Positions:
-        """What all blocks share about where the tokens stand."""
+        """What all blocks share about where the tokens, (batch, T) or their rows (batch, T, width), stand."""
         if self.config.position != "rope":
             return Positions(layout)
         if layout is not None:
@@ -195,6 +210,13 @@ def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions
     attention = ShapedAttention(config.width, config.heads, shape, config.kv_heads, options)
     mlp = MLP(config.width, config.hidden, config.shaped_activation, config.mlp_bias) if config.hidden else None
     return Block.build(attention, mlp, config.width, (config.attention_skip, config.mlp_skip), config.norm)
+
+
+def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, width: int) -> None:
+    if tokens is not None and tokens.dim() != 2:
+        raise ValueError(f"tokens are shaped {tuple(tokens.shape)}; they must be (batch, T): tokens[None] for one row")
+    if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
+        raise ValueError(f"inputs_embeds are shaped {tuple(inputs_embeds.shape)}; they must be (batch, T, {width})")
 
 
 def _check_past(caches: Sequence[LayerCache], past: int) -> None:

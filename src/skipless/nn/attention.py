@@ -121,11 +121,17 @@ class ShapedAttention(nn.Module):
         mixed = self._with_own_values(mixed, v)
         return project(mixed.transpose(1, 2).flatten(2).to(x.dtype), self.output)[0]
 
-    def inputs(self, x: Tensor, positions: Positions | None = None) -> AttentionInputs:
-        """What forward hands to shaped_attention for x, rotated, for those who look inside; nothing is attended."""
+    def inputs(
+        self, x: Tensor, positions: Positions | None = None, held: tuple[Tensor, Tensor] | None = None
+    ) -> AttentionInputs:
+        """What forward hands to shaped_attention for x, rotated, for those who look inside; nothing is attended.
+
+        held: the keys and values of a cache that has taken in those of x.
+        """
         positions = positions or self._default_positions(x)
         q, k, v, _ = self._project(x)
         q, k = _rotated(q, k, positions.rotation)
+        k, v = held or (k, v)
         scores = self._relative_scores(q, k, positions)
         return AttentionInputs(q, k, v, self._bias_for(x, k, positions), positions.layout, self.bias_gain, scores)
 
@@ -140,6 +146,15 @@ class ShapedAttention(nn.Module):
             with torch.inference_mode(False):  # training may come after, with the same vectors
                 self._bias = stored = _build_bias(shape, length, device, dtype)
         return stored
+
+    def _apply(self, fn, recurse: bool = True):
+        """The shape's vectors follow the parameters at once: what is traced next finds them in place."""
+        super()._apply(fn, recurse)
+        parameter, stored = next(self.parameters(), None), self._bias
+        if stored is not None and parameter is not None and not parameter.is_meta and parameter.is_floating_point():
+            reach = stored.reach or 1
+            self.bias(reach, parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+        return self
 
     def prepare(self, x: Tensor, layout: Layout | None) -> Layout | None:
         """What all blocks share of attention to x (batch, T, width), done once; returns the layout to hand them."""

@@ -71,7 +71,7 @@ class BiasVectors:
                 "IdentityShape has no finite bias, so no softmax attends by it; Value-SkipInit realises it by gains, "
                 "αV + β·attention with α=1, β=0, where the attention inside has PlainShape"
             )
-        if _is_table(shape):
+        if not has_vectors(shape):
             return cls._of_table(shape, length, device, dtype)
         compact = shape.compact(length)
         here = np.arange(length)
@@ -165,9 +165,10 @@ def span(vector: Tensor, start: int, count: int) -> Tensor:
     return take(vector, torch.arange(start, start + count, device=vector.device))
 
 
-def _is_table(shape: AttentionShape) -> bool:
+def has_vectors(shape: AttentionShape) -> bool:
+    """Whether O(T) vectors say all of this shape; others have a table."""
     base = shape.base if isinstance(shape, RescaledShape) else shape
-    return isinstance(base, DenseShape | SymmetricExponentialShape)
+    return not isinstance(base, DenseShape | SymmetricExponentialShape)
 
 
 def _tensor(array: np.ndarray, device, dtype: torch.dtype) -> Tensor:

@@ -18,15 +18,21 @@ def attend(inputs: AttentionInputs) -> Tensor:
     In half precision the two matrix products round to q's dtype, as a plain implementation would; scores, bias and
     softmax are float32.
     """
-    q, dtype = inputs.q, inputs.compute_dtype
-    k, v = (t.repeat_interleave(inputs.groups, dim=1) for t in (inputs.k, inputs.v))
+    v = inputs.v.repeat_interleave(inputs.groups, dim=1)
+    weights, row_scale = attention_weights(inputs)
+    return ((weights.to(v.dtype) @ v).to(inputs.compute_dtype) * row_scale).to(inputs.q.dtype)
+
+
+def attention_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """softmax(mask(q kᵀ/√head_width + g·B + score_bias)), (batch, heads, T_q, T_k), and D, 0 for rows that see nothing.
+
+    Such a row takes the softmax of zeros, for D to drop: −∞ throughout would be NaN.
+    """
+    k = inputs.k.repeat_interleave(inputs.groups, dim=1)
     term, visible, row_scale = score_terms(inputs)
-    scores = (q @ k.mT).to(dtype) * inputs.scale + term
+    scores = (inputs.q @ k.mT).to(inputs.compute_dtype) * inputs.scale + term
     seen = visible.any(dim=-1, keepdim=True)
-    # a row that sees nothing takes the softmax of zeros and is dropped below: −∞ throughout would be NaN
-    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0)
-    values = scores.softmax(dim=-1).to(v.dtype) @ v
-    return (values.to(dtype) * (row_scale * seen)).to(q.dtype)
+    return scores.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0).softmax(dim=-1), row_scale * seen
 
 
 def score_terms(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
