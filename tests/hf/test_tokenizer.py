@@ -77,7 +77,12 @@ def test_bytes_are_their_own_ids(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 256
-    for text in [*ODD, "".join(map(chr, range(300)))]:
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (255, 255, 254)
+    batch = tokenizer(["abc", "é"], padding=True)
+    assert batch["input_ids"] == [[97, 98, 99], [254, 195, 169]]
+    assert batch["attention_mask"] == [[1, 1, 1], [0, 1, 1]]
+    assert tokenizer.decode([254, 97, 255], skip_special_tokens=True) == "a"
+    for text in ["<end> and <pad>", *ODD, "".join(map(chr, range(300)))]:
         assert tokenizer.encode(text) == list(text.encode())
         assert tokenizer.decode(tokenizer.encode(text)) == text
 

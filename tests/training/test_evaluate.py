@@ -277,7 +277,9 @@ def test_bytes_of_tokens_are_those_of_the_text(shared_data):
     assert fast.encode(text).tolist() == tokenizer.encode(text).tolist()
     plain = FastTokenizer(byte_tokenizer())
     assert (plain.end, plain.encode("é").tolist()) == (255, list("é".encode()))
-    assert plain.token_bytes().tolist() == ByteTokenizer().token_bytes().tolist()
+    sizes = ByteTokenizer().token_bytes()
+    sizes[254] = 0  # <pad> of the fast tokenizer; no text holds that byte
+    assert plain.token_bytes().tolist() == sizes.tolist()
 
 
 def test_what_cannot_be_evaluated_is_said(model):

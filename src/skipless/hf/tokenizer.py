@@ -20,15 +20,25 @@ _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """UTF-8 bytes as tokens 0 … 255, without special tokens."""
+    """UTF-8 bytes as tokens 0 … 255, of which two that no UTF-8 text contains are special: 0xFF is <end>, the end of a
+    document, after which the next begins; 0xFE is <pad>. None is added to a text, and "<end>" in a text is text."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     # ByteLevel writes byte b as one printable character: its own, or the next free one from U+0100 on
     vocabulary = {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    del vocabulary[chr(0xFE)], vocabulary[chr(0xFF)]
+    tokenizer = Tokenizer(models.BPE(vocabulary | {"<pad>": 0xFE, "<end>": 0xFF}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<end>",
+        eos_token="<end>",
+        pad_token="<pad>",
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -179,7 +189,7 @@ def fast_tokenizer(tokenizer: Any) -> Any:
 class FastTokenizer:
     """A tokenizer of transformers as a skipless Tokenizer. Its end-of-document token is its </s>, `start` its <s>.
 
-    The byte tokenizer has none; its end is 0xFF, as in ByteTokenizer.
+    Byte tokenizers saved before theirs had one end at 0xFF too, as ByteTokenizer does.
     """
 
     kind = "transformers"
