@@ -19,7 +19,6 @@ LONGEST_FUNCTION = 100  # a story told on one page: attention's forward, the tra
 # A shorter file needs a reason.
 SHORT_FILES = {
     "skipless/cli/__main__.py": "python -m skipless.cli",
-    "skipless/lazy.py": "used by every package's __init__",
     "skipless/nn/init.py": "initialisers, whoever calls them",
     "skipless/ops/cuda_graph.py": "graphs of decoding and of training",
     "skipless/ops/gpu/cross_entropy.py": "needs triton, as nothing outside ops/gpu does",

@@ -34,6 +34,10 @@ if TYPE_CHECKING:  # what type checkers and editors read; the table below is wha
 
 __version__ = "0.1.0"
 
+# which register our classes there
+lazy.import_after("transformers.models.auto.configuration_auto", "skipless.hf.configuration")
+lazy.import_after("transformers.models.auto.modeling_auto", "skipless.hf.modeling")
+
 __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {

@@ -1,7 +1,10 @@
 """Names that are imported when they are first used, so that `import skipless` and `skipless --help` stay quick."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -36,3 +39,34 @@ def later(module: str, name: str) -> Any:
         raise ModuleNotFoundError(
             "figures need matplotlib: pip install 'skipless[plot]'", name="matplotlib"
         ) from missing
+
+
+def import_after(other: str, own: str) -> None:
+    """Import the module `own` once somebody has imported `other`, or now if that has happened."""
+    if other in sys.modules:
+        import_module(own)
+    else:
+        sys.meta_path.insert(0, _Watch(other, own))
+
+
+class _Watch:
+    """A finder that finds nothing itself: it lets others find one module, and acts when that has been executed."""
+
+    def __init__(self, other: str, own: str):
+        self.other, self.own = other, own
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.other:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            import_module(self.own)
+
+        spec.loader.exec_module = exec_module
+        return spec

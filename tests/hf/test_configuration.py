@@ -3,7 +3,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from skipless.hf.modeling import SkiplessConfig
+from skipless.hf.configuration import SkiplessConfig
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
 from skipless.theory.schemes import UniformSPA
@@ -44,6 +44,27 @@ def test_changed_attributes_are_checked_by_the_native_config(tmp_path):
         AutoConfig.from_pretrained(tmp_path, width=65).native()
 
 
-def test_a_slip_in_a_name_is_an_error():
-    with pytest.raises(ValueError, match="did you mean 'kv_heads'"):
-        SkiplessConfig(kv_head=2)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("kv_head", "kv_heads"), ("num_layer", "depth"), ("n_embd", "width"), ("hidden_sizes", "hidden_size")],
+)
+def test_a_slip_in_a_name_is_an_error(name, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        SkiplessConfig(**{name: 2})
+
+
+def test_the_file_has_sizes_by_the_names_that_tools_read(tmp_path):
+    SkiplessConfig(width=64, heads=4, kv_heads=2, depth=8).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    sizes = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 256, "max_position_embeddings": 512}
+    assert {name: saved[name] for name in sizes} == sizes
+    assert AutoConfig.from_pretrained(tmp_path, hidden_size=128).width == 128
+    with pytest.raises(ValueError, match="hidden_size is 32 and width 64, but they are one field"):
+        SkiplessConfig(width=64, hidden_size=32)
+
+
+def test_classes_are_labels():
+    config = SkiplessConfig(width=64, heads=4, head="pooled", classes=5)
+    assert config.num_labels == 5
+    assert SkiplessConfig(width=64, heads=4, id2label={0: "a", 1: "b"}).num_labels == 2

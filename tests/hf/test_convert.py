@@ -23,8 +23,8 @@ from transformers import (
 )
 
 import skipless
+from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.convert import Conversion, convert
-from skipless.hf.modeling import SkiplessConfig
 from skipless.model.kernel_maps import certificate
 from skipless.model.transformer import Transformer
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit

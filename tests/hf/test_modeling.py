@@ -1,10 +1,18 @@
 import pytest
 import torch
+from tests.hf.conftest import build
 from transformers import DynamicCache, StaticCache
 
-from skipless.hf.modeling import SkiplessConfig, SkiplessForCausalLM
+from skipless.hf.configuration import SkiplessConfig
+from skipless.hf.modeling import (
+    SkiplessForCausalLM,
+    SkiplessForSequenceClassification,
+    SkiplessForTokenClassification,
+    SkiplessModel,
+)
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
+from skipless.theory.schemes import ValueSkipInit
 
 
 @torch.no_grad()
@@ -109,6 +117,85 @@ def test_logits_to_keep(wrapped, tokens):
     torch.testing.assert_close(wrapped(tokens, logits_to_keep=torch.tensor([3, 5])).logits, full[:, [3, 5]])
 
 
+@torch.no_grad()
+def test_embedded_tokens_equal_tokens(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native)
+    rows = wrapped.get_input_embeddings()(tokens)
+    assert torch.equal(any_native(inputs_embeds=rows), any_native(tokens))
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    expected = wrapped(tokens, attention_mask=mask).logits
+    assert torch.equal(wrapped(inputs_embeds=rows, attention_mask=mask).logits, expected)
+    assert torch.equal(
+        wrapped.generate(inputs_embeds=rows, max_new_tokens=4), wrapped.generate(tokens, max_new_tokens=4)[:, 20:]
+    )
+
+
+@torch.no_grad()
+def test_attentions_are_the_softmax_rows_that_act(any_native, tokens):
+    """Heads of the last token's attention, mixed by hand, equal the module's output; a cache changes nothing."""
+    wrapped = SkiplessForCausalLM.from_native(any_native).double()
+    whole = wrapped(tokens, output_attentions=True).attentions
+    assert [weights.shape for weights in whole] == [(3, 4, 20, 20)] * 4
+    torch.testing.assert_close(whole[1].sum(-1), torch.ones_like(whole[1].sum(-1)))
+    taken = []
+    attention = any_native.blocks[1].layers()[0]
+    hook = attention.register_forward_hook(lambda _, inputs, out: taken.append((inputs[0], inputs[1], out)))
+    first = wrapped(tokens[:, :15])
+    rest = wrapped(tokens[:, 15:], past_key_values=first.past_key_values, output_attentions=True).attentions
+    torch.testing.assert_close(rest[1], whole[1][:, :, 15:])
+    wrapped(tokens)
+    hook.remove()
+    x, positions, out = taken[-1]
+    inputs = attention.inputs(x, positions)
+    row_scale = torch.as_tensor(inputs.bias.row_scale)[: min(20, len(inputs.bias.row_scale))]
+    mixed = row_scale.reshape(-1, 1) * (whole[1] @ inputs.v.repeat_interleave(inputs.groups, dim=1))
+    mixed = attention._with_own_values(mixed, inputs.v)
+    torch.testing.assert_close(attention.output(mixed.transpose(1, 2).flatten(2)), out)
+
+
+@torch.no_grad()
+def test_a_dense_mask_means_what_its_layout_does(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native)
+    mask = torch.ones_like(tokens)
+    mask[0, :6] = mask[2, 15:] = 0
+    seen = Layout.left_padded(mask).visible(causal=True)[:, None]
+    expected = wrapped(tokens, attention_mask=mask).logits
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for dense in (seen, added, seen.long()):
+        assert torch.equal(wrapped(tokens, attention_mask=dense).logits, expected)
+    documents = torch.tensor([[0] * 7 + [1] * 13]).expand(3, -1)
+    packed = Layout.packed(documents)
+    expected = any_native(tokens, layout=packed)
+    seen_packed = packed.visible(causal=True)[:, None].expand(3, -1, -1, -1)
+    assert torch.equal(wrapped(tokens, attention_mask=seen_packed).logits, expected)
+    cache = wrapped(tokens[:, :12], attention_mask=mask[:, :12]).past_key_values
+    rest = wrapped(tokens[:, 12:], attention_mask=seen[:, :, 12:], past_key_values=cache).logits
+    torch.testing.assert_close(rest[:2], wrapped(tokens, attention_mask=mask).logits[:2, 12:], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_position_ids_that_start_again_pack_documents(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native)
+    documents = torch.tensor([[0] * 7 + [1] * 13, [0] * 20, [0, 1, 2, 2] + [3] * 16])
+    packed = Layout.packed(documents)
+    logits = wrapped(tokens, position_ids=packed.query_locations).logits
+    assert torch.equal(logits, any_native(tokens, layout=packed))
+    torch.testing.assert_close(logits[0, 7:], any_native(tokens[:1, 7:])[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_cache_of_a_fixed_size_equals_one_that_grows(any_native, tokens):
+    wrapped = SkiplessForCausalLM.from_native(any_native)
+    mask = torch.ones_like(tokens)
+    mask[0, :6] = 0
+    caches = [StaticCache(config=wrapped.config, max_cache_len=32), DynamicCache()]
+    for start, end in ((0, 12), (12, 13), (13, 20)):
+        part = {"attention_mask": mask[:, :end]}
+        outputs = [wrapped(tokens[:, start:end], past_key_values=cache, **part).logits for cache in caches]
+        assert torch.equal(*outputs)
+
+
 def test_position_ids_must_be_those_of_mask_and_cache(wrapped, tokens):
     mask = torch.ones_like(tokens)
     mask[0, :4] = 0
@@ -130,14 +217,16 @@ def test_position_ids_must_be_those_of_mask_and_cache(wrapped, tokens):
 def test_what_cannot_be_honoured_is_refused(wrapped, tokens):
     with pytest.raises(ValueError, match=r"must be \(3, 20\)"):
         wrapped(tokens, attention_mask=torch.ones(3, 19))
-    with pytest.raises(ValueError, match=r"must be \(3, 20\)"):
-        wrapped(tokens, attention_mask=torch.ones(3, 1, 20, 20))
-    with pytest.raises(ValueError, match="inputs_embeds"):
+    with pytest.raises(ValueError, match="not causal attention within documents"):
+        wrapped(tokens, attention_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"must be \(batch, 1, 20, 20\)"):
+        wrapped(tokens, attention_mask=torch.ones(3, 1, 20, 19, dtype=torch.bool))
+    with pytest.raises(ValueError, match="one of the two"):
         wrapped(tokens, inputs_embeds=torch.zeros(3, 20, 32))
-    with pytest.raises(ValueError, match="never formed"):
-        wrapped(tokens, output_attentions=True)
-    with torch.no_grad(), pytest.raises(ValueError, match="DynamicCache"):
-        wrapped(tokens, past_key_values=StaticCache(config=wrapped.config, max_cache_len=64))
+    with pytest.raises(ValueError, match=r"must be \(batch, T, 32\)"):
+        wrapped(inputs_embeds=torch.zeros(3, 20, 31))
+    with pytest.raises(NotImplementedError, match="padded on the left"):
+        wrapped.generate_batch([[1, 2]])
     settings = wrapped.config.to_dict()
     with pytest.raises(ValueError, match="head='lm'"):
         SkiplessForCausalLM(SkiplessConfig(**{**settings, "head": "token", "classes": 3}))
@@ -155,3 +244,29 @@ def test_resized_embeddings_stay_tied_and_keep_old_rows(wrapped, tokens):
     torch.testing.assert_close(after[..., :60], before)
     assert torch.equal(after, wrapped.model(tokens))
     assert 0.5 < wrapped.lm_head.weight[60:].std() * 32**0.5 < 1.5
+
+
+@torch.no_grad()
+def test_the_bare_model_gives_hidden_states(any_native, tokens):
+    wrapped = SkiplessModel.from_native(any_native)
+    assert torch.equal(wrapped(tokens).last_hidden_state, any_native.hidden(tokens))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+def test_classifiers_are_the_native_heads(tokens, causal):
+    mask, settings = torch.ones_like(tokens), {"classes": 5, "causal": causal, "scheme": ValueSkipInit()}
+    mask[0, :4] = 0
+    layout = Layout.left_padded(mask)
+    texts = SkiplessForSequenceClassification.from_native(build(head="pooled", **settings))
+    out = texts(tokens, attention_mask=mask, labels=torch.tensor([0, 4, 2]))
+    assert torch.equal(out.logits, texts.model(tokens, layout=layout))
+    torch.testing.assert_close(out.loss, texts.model(tokens, torch.tensor([0, 4, 2]), layout=layout))
+    words = SkiplessForTokenClassification.from_native(build(head="token", **settings))
+    labels = (tokens % 5).masked_fill(mask == 0, -100)
+    out = words(tokens, attention_mask=mask, labels=labels)
+    assert torch.equal(out.logits, words.model(tokens, layout=layout))
+    torch.testing.assert_close(out.loss, words.model(tokens, labels, layout=layout))
+    assert texts.config.num_labels == words.config.num_labels == 5
+    with pytest.raises(ValueError, match="head='token'"):
+        SkiplessForTokenClassification.from_native(texts.model)

@@ -1,10 +1,24 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.processes import Program
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from skipless.hf.modeling import SkiplessForCausalLM
+from skipless.hf.modeling import (
+    SkiplessForCausalLM,
+    SkiplessForSequenceClassification,
+    SkiplessForTokenClassification,
+)
 from skipless.model.fold import fold
 
 
@@ -123,3 +137,76 @@ def test_blocks_may_be_offloaded(native, tokens, tmp_path):
     mask[0, :5] = 0
     expected = SkiplessForCausalLM.from_native(native)(tokens, attention_mask=mask).logits
     assert torch.equal(loaded(tokens, attention_mask=mask).logits, expected)
+
+
+def test_a_classifier_starts_from_a_language_model(wrapped, tokens, tmp_path):
+    """With a fresh head of as many classes as are asked for; saved and loaded again it is itself, also bare."""
+    wrapped.save_pretrained(tmp_path / "lm")
+    for auto, kind in (
+        (AutoModelForSequenceClassification, SkiplessForSequenceClassification),
+        (AutoModelForTokenClassification, SkiplessForTokenClassification),
+    ):
+        fresh, found = auto.from_pretrained(tmp_path / "lm", num_labels=3, output_loading_info=True)
+        assert isinstance(fresh, kind)
+        assert set(found["missing_keys"]) == {"model.head.weight", "model.head.bias"}
+        assert torch.equal(fresh.model.hidden(tokens), wrapped.model.hidden(tokens))
+        torch.testing.assert_close(fresh.model.head.weight.std(), torch.tensor(32**-0.5), rtol=0.3, atol=0)
+        fresh.save_pretrained(tmp_path / "head")
+        again = auto.from_pretrained(tmp_path / "head")
+        assert torch.equal(again(tokens).logits, fresh(tokens).logits)
+        bare = AutoModel.from_pretrained(tmp_path / "head")
+        assert torch.equal(bare(tokens).last_hidden_state, fresh.model.hidden(tokens))
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / "head", head="lm", classes=0)
+        assert torch.equal(back(tokens).logits, wrapped(tokens).logits)
+
+
+REMOTE = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[1]
+loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+assert "skipless" in sys.modules
+loaded.save_pretrained(folder + "/again")
+from skipless.hf import SkiplessConfig, SkiplessForCausalLM
+assert type(loaded) is SkiplessForCausalLM, type(loaded)
+assert type(AutoConfig.from_pretrained(folder, trust_remote_code=True)) is SkiplessConfig
+"""
+
+STRANGER = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "skipless":
+            raise ModuleNotFoundError("No module named 'skipless'", name=name)
+sys.meta_path.insert(0, Absent())
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+"""
+
+
+def test_a_saved_model_brings_its_code_with_it(wrapped, tmp_path):
+    """trust_remote_code=True suffices, the classes are ours, and whoever lacks the package is told its name."""
+    wrapped.save_pretrained(tmp_path)
+    fresh(REMOTE, tmp_path)
+    files = {file.name for file in (tmp_path / "again").iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors", "modeling_skipless.py"}
+    complaint = fresh(STRANGER, tmp_path, code=1)
+    assert "pip install skipless" in complaint.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("order", "auto"), [("skipless, transformers", "AutoModel"), ("transformers, skipless", "AutoConfig")]
+)
+def test_importing_both_registers_the_models(wrapped, tmp_path, order, auto):
+    wrapped.save_pretrained(tmp_path)
+    steps = [f"import sys, {order}", "assert 'torch' not in sys.modules"]
+    fresh("\n".join([*steps, f"transformers.{auto}.from_pretrained(sys.argv[1])"]), tmp_path)
+
+
+def fresh(script: str, folder: Path, code: int = 0) -> str:
+    """What a new interpreter, in which nothing is imported yet, writes to stderr."""
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules")}
+    words = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == code, done.stderr
+    return done.stderr

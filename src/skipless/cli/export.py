@@ -32,7 +32,7 @@ def command(
             part.save_pretrained(place)
         if loaded.tokenizer.model is not None:
             (place / MODEL_FILE).write_bytes(loaded.tokenizer.model)
-    print(f"{folder}: load it with AutoModelForCausalLM.from_pretrained after `import skipless.hf`")
+    print(f"{folder}: AutoModelForCausalLM.from_pretrained loads it after `import skipless`, or with trust_remote_code")
 
 
 def _check(folder: Path) -> None:

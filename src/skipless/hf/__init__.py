@@ -1,22 +1,35 @@
-"""Hugging Face: importing this registers SkiplessConfig and SkiplessForCausalLM with transformers' Auto classes.
+"""Hugging Face: importing skipless and transformers, in either order, registers these with the Auto classes.
 
-import skipless.hf
+import skipless
 model = transformers.AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import TYPE_CHECKING
 
-from skipless.hf.modeling import SkiplessConfig, SkiplessForCausalLM
-from skipless.hf.tokenizer import byte_tokenizer, export_tokenizer, sentencepiece_tokenizer
+from skipless import lazy
 
-AutoConfig.register(SkiplessConfig.model_type, SkiplessConfig, exist_ok=True)
-AutoModelForCausalLM.register(SkiplessConfig, SkiplessForCausalLM, exist_ok=True)
+# ruff: noqa: F401
+if TYPE_CHECKING:
+    from skipless.hf.configuration import SkiplessConfig
+    from skipless.hf.modeling import (
+        SkiplessForCausalLM,
+        SkiplessForSequenceClassification,
+        SkiplessForTokenClassification,
+        SkiplessModel,
+    )
+    from skipless.hf.tokenizer import byte_tokenizer, export_tokenizer, sentencepiece_tokenizer
 
-__all__ = [
-    "SkiplessConfig",
-    "SkiplessForCausalLM",
-    "byte_tokenizer",
-    "export_tokenizer",
-    "sentencepiece_tokenizer",
-]
+__getattr__, __dir__, __all__ = lazy.exports(
+    __name__,
+    {
+        "configuration": ["SkiplessConfig"],
+        "modeling": [
+            "SkiplessForCausalLM",
+            "SkiplessForSequenceClassification",
+            "SkiplessForTokenClassification",
+            "SkiplessModel",
+        ],
+        "tokenizer": ["byte_tokenizer", "export_tokenizer", "sentencepiece_tokenizer"],
+    },
+)

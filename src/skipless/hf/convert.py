@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from skipless.hf.modeling import SkiplessConfig, SkiplessForCausalLM
+from skipless.hf.configuration import SkiplessConfig
+from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.model import kernel_maps
 from skipless.model.config import SCHEMES, ModelConfig, named_activation
 from skipless.model.presets import REPEAT_RATE

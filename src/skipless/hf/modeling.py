@@ -1,162 +1,83 @@
-"""The network as a Hugging Face model: configuration, inputs, forward and generation."""
+"""The network as Hugging Face models: the bare one, a language model and two classifiers."""
 
-import dataclasses
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, initialization
+from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
+from transformers.models.auto import modeling_auto
+from transformers.utils.generic import can_return_tuple
 
-from skipless.console import near_names
+from skipless.hf.configuration import AUTO_CLASSES, SkiplessConfig
+from skipless.hf.inputs import Placement
 from skipless.hf.tokenizer import fast_tokenizer
-from skipless.model.config import ModelConfig
+from skipless.model.config import Head, ModelConfig
 from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
+from skipless.nn.attention import ShapedAttention
 from skipless.ops.layout import Layout
-
-FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
-
-
-class SkiplessConfig(PreTrainedConfig):
-    """Every field of ModelConfig as an attribute of the same name, in plain data, beside transformers' own.
-
-    ModelConfig stays the only list of fields and the only check: SkiplessConfig(width=256, scheme={"kind": "e-spa"}).
-    transformers' names read and write the same fields: hidden_size, num_hidden_layers, num_attention_heads,
-    num_key_value_heads, intermediate_size, and max_position_embeddings for the training length, which is no limit.
-    """
-
-    model_type = "skipless"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
-    attribute_map: ClassVar[dict[str, str]] = {
-        "hidden_size": "width",
-        "num_hidden_layers": "depth",
-        "num_attention_heads": "heads",
-        "num_key_value_heads": "kv_heads",
-        "intermediate_size": "hidden",
-        "max_position_embeddings": "length",
-    }
-
-    use_cache: bool = True
-    tie_word_embeddings: bool = True
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self, **kwargs: Any):
-        kwargs = {self.attribute_map.get(name, name): value for name, value in kwargs.items()}
-        native = ModelConfig.from_dict({name: kwargs.pop(name) for name in FIELDS if name in kwargs})
-        _check_unknown(kwargs)
-        for name, value in native.to_dict().items():
-            setattr(self, name, value)
-        super().__post_init__(**kwargs)
-
-    @classmethod
-    def from_native(cls, config: ModelConfig, **kwargs: Any) -> "SkiplessConfig":
-        """The wrapper of a ModelConfig; kwargs are transformers' own fields, such as eos_token_id."""
-        return cls(**config.to_dict(), **kwargs)
-
-    def native(self) -> ModelConfig:
-        """The ModelConfig these attributes say, checked anew."""
-        return ModelConfig.from_dict({name: getattr(self, name) for name in FIELDS})
+from skipless.ops.reference import attention_weights
 
 
-def _check_unknown(kwargs: dict[str, Any]) -> None:
-    """transformers keeps unknown names as attributes; one that is nearly a field is a slip that changes the model."""
-    for name in kwargs:
-        if near := near_names(name, FIELDS, cutoff=0.8):
-            raise ValueError(f"SkiplessConfig has no field {name!r}; did you mean {near[0]!r}?")
+class Hidden(NamedTuple):
+    """What the native network gives a head: X_L, the cache it filled, and what was recorded on the way."""
+
+    last: Any  # tensors: transformers' types of outputs are narrower than what its models return
+    cache: Cache | None
+    layout: Layout | None
+    states: Any
+    attentions: Any
 
 
-class HFLayerCache:
-    """One block's view of a transformers Cache: the native LayerCache."""
+class SkiplessPreTrainedModel(PreTrainedModel):
+    """A native network (`.model`) that transformers can load, save, train and place on devices.
 
-    def __init__(self, cache: Cache, index: int, slots: int):
-        self.cache, self.index, self.slots = cache, index, slots
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.update(k, v, self.index)
-        if keys.shape[2] != self.slots:
-            raise ValueError(
-                f"{type(self.cache).__name__} returned {keys.shape[2]} slots where {self.slots} are filled; caches "
-                "of a fixed size or a sliding window do not serve skipless models: use DynamicCache, the default"
-            )
-        return keys, values
-
-
-def layout_of(tokens: Tensor, attention_mask: Tensor | None, past: int) -> Layout | None:
-    """Where the tokens stand, or None where the mask hides nothing."""
-    if attention_mask is None:
-        return None
-    slots = past + tokens.shape[1]
-    if attention_mask.dim() != 2 or attention_mask.shape[1] != slots:
-        raise ValueError(
-            f"attention_mask is shaped {tuple(attention_mask.shape)}; with {past} cached slots and {tokens.shape[1]} "
-            f"new tokens it must be ({tokens.shape[0]}, {slots}), 1 where there is a token"
-        )
-    if bool((attention_mask != 0).all()):
-        return None
-    return Layout.left_padded(attention_mask.to(tokens.device), queries=tokens.shape[1])
-
-
-def check_position_ids(position_ids: Tensor, tokens: Tensor, layout: Layout | None, past: int) -> None:
-    """Raise unless they count the tokens of each row from 0: shapes are tied to absolute locations, so no others mean
-    anything. At padding they may be what they like."""
-    if layout is None:
-        expected = torch.arange(past, past + tokens.shape[1], device=position_ids.device)[None]
-        wrong = position_ids != expected
-    else:
-        expected = layout.query_locations.to(position_ids.device)
-        documents = layout.query_documents
-        real = True if documents is None else (documents >= 0).to(position_ids.device)
-        wrong = (position_ids != expected) & real
-    if bool(wrong.any()):
-        row, column = wrong.nonzero()[0].tolist()
-        seen, location = (int(t.expand_as(wrong)[row, column]) for t in (position_ids, expected))
-        raise ValueError(
-            f"position_ids[{row}, {column}] is {seen}, but by attention_mask and "
-            f"cache that token stands at {location}; leave position_ids out (several documents in a row need a Layout: "
-            "call the native model)"
-        )
-
-
-class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
-    """A native language model (`.model`) that transformers can load, save, train, place on devices and generate with.
-
-    Logits equal the native ones bit for bit. lm_head.weight is the embedding itself: the native unembedding is tied.
-    Attention runs as the native model chooses (impl="auto"), whatever attn_implementation says.
+    Numbers equal the native ones bit for bit. Attention runs as the native model chooses (impl="auto"), whatever
+    attn_implementation says.
     """
 
     config_class = SkiplessConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012  (transformers' own form)
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    native_head: ClassVar[Head | None] = None  # None: whichever the config names
+    _no_split_modules = ["Block"]  # noqa: RUF012  (transformers' own form)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_flex_attn = True
-    _can_compile_fullgraph = False
+    _can_compile_fullgraph = True
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
         super().__init__(config)
-        settings = config.native()
-        _check_supported(config, settings)
+        settings = self._settings(config)
         self.model = Transformer(settings) if native is None else native
-        self.lm_head = nn.Linear(settings.width, settings.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.model.embedding.weight
         self.gradient_checkpointing = False
         for parameter in self.model.parameters():
             # the native constructor has initialised them: post_init would do so a second time
             vars(parameter)["_is_hf_initialized"] = not parameter.is_meta
-        self.post_init()
 
     @classmethod
-    def from_native(cls, model: Transformer, tokenizer: Any = None) -> "SkiplessForCausalLM":
+    def _settings(cls, config: SkiplessConfig) -> ModelConfig:
+        """The native configuration, with the head of this class; the config then says so too."""
+        if cls.native_head in ("token", "pooled"):
+            config.head, config.classes = cls.native_head, config.num_labels
+        return config.native()
+
+    @classmethod
+    def from_native(cls, model: Transformer, tokenizer: Any = None) -> Any:
         """The wrapper of a native model, whose parameters it shares; special token ids come from the tokenizer."""
+        head = model.config.head
+        if cls.native_head not in (None, head):
+            raise ValueError(f"head is {head!r}; {cls.__name__} wraps networks with head={cls.native_head!r}")
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
         config = SkiplessConfig.from_native(model.config, dtype=model.embedding.weight.dtype, **ids)
@@ -167,11 +88,13 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, but a file of weights that are not this network's, one for one, is an error.
 
-        transformers would leave the missing ones at random, and drop those that have no place.
+        transformers would leave the missing ones at random, and drop those that have no place. Heads are the exception:
+        a classifier made from a language model starts with a fresh one, which transformers tells.
         """
         told = kwargs.pop("output_loading_info", False)
         model, info = cast(tuple[Any, dict], super().from_pretrained(*args, output_loading_info=True, **kwargs))
         _check_loaded(model, info, args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        model.model.build_shapes()
         return (model, info) if told else model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -183,54 +106,53 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
             )
         super().save_pretrained(*args, **kwargs)
 
-    def forward(  # noqa: PLR0913  (transformers' signature)
+    @classmethod
+    def register_for_auto_class(cls, *args: Any, **kwargs: Any) -> None:
+        """Nothing: transformers would save a copy of the source, of which it would load classes other than these."""
+
+    def run(  # noqa: PLR0913  (transformers' arguments)
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
-        """Logits, and the next-token loss where labels (−100: ignored) are given; labels are shifted here.
+        output_attentions: bool | None = None,
+        **_: Any,
+    ) -> Hidden:
+        """The native network on transformers' arguments, which mean the same for every head.
 
-        attention_mask (batch, past + T) may pad anywhere. position_ids are implied by it: others are an error.
+        attention_mask (batch, past + T) may pad anywhere. position_ids are implied by it: others are an error, unless
+        they start again at 0 for each document of a packed row. inputs_embeds are rows as get_input_embeddings() gives.
         output_hidden_states gives depth + 1 tensors: the embedding, then each block's output, the last after the norm.
+        output_attentions gives each block's softmax rows, computed once more: attention itself never forms them.
         """
-        _refuse(kwargs)
-        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        x = input_ids if input_ids is not None else inputs_embeds
+        if x is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("give either input_ids (batch, T) or inputs_embeds (batch, T, width), one of the two")
         cache = self._cache(past_key_values, use_cache)
-        with _recording(self.model, bool(wanted)) as states:
-            hidden = self._hidden(input_ids, attention_mask, position_ids, cache)
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        if wanted:
-            output["hidden_states"] = (*states[:-1], hidden)
-        as_tuple = not (self.config.return_dict if return_dict is None else return_dict)
-        return output.to_tuple() if as_tuple else output
-
-    def _hidden(
-        self, tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        past = cache.get_seq_length() if cache is not None else 0
-        layout = layout_of(tokens, attention_mask, past)
-        if position_ids is not None:
-            check_position_ids(position_ids, tokens, layout, past)
-        caches = None
-        if cache is not None:
-            slots = past + tokens.shape[1]
-            caches = [HFLayerCache(cache, index, slots) for index in range(len(self.model.blocks))]
+        placement = Placement.of(x, attention_mask, position_ids, cache, len(self.model.blocks))
         checkpointing = self.gradient_checkpointing and self.training
         self.model.recompute = self._gradient_checkpointing_func if checkpointing else None
-        return self.model.hidden(tokens, layout=layout, caches=caches, past=past)
+        states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        weights = self.config.output_attentions if output_attentions is None else output_attentions
+        with _recording(self.model, bool(states), bool(weights)) as recorded:
+            last = self.model.hidden(
+                input_ids,
+                inputs_embeds=inputs_embeds,
+                layout=placement.layout,
+                caches=placement.caches,
+                past=placement.past,
+            )
+        return Hidden(
+            last,
+            cache,
+            placement.layout,
+            (*recorded.states[:-1], last) if states else None,
+            tuple(recorded.attentions) if weights else None,
+        )
 
     def _cache(self, given: Cache | None, use_cache: bool | None) -> Cache | None:
         """The cache to fill: the one given, or a new one where it is wanted, by default outside training.
@@ -243,6 +165,8 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
             return None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        if not self.model.config.causal:  # later tokens change what earlier ones saw
+            return None
         return DynamicCache(config=self.config) if use_cache and given is None else given
 
     def get_input_embeddings(self) -> nn.Module:
@@ -250,12 +174,6 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.embedding = cast(nn.Embedding, value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As in transformers; the native config follows."""
@@ -281,28 +199,209 @@ class SkiplessForCausalLM(PreTrainedModel, GenerationMixin):
             initialization.normal_(module.weight, mean=0.0, std=self.config.width**-0.5)
 
 
-def as_pretrained(model: Transformer, tokenizer: Any) -> tuple[SkiplessForCausalLM, Any]:
-    """A model of ours, whose parameters are shared, and its tokenizer as transformers knows them.
+class SkiplessModel(SkiplessPreTrainedModel):
+    """The network without a head: hidden states."""
 
-    Text ends at the tokenizer's end-of-document token, also at that of bytes, which is no special one in transformers.
+    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
+        super().__init__(config, native)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """The last block's output after the final norm; arguments are those of `run`."""
+        hidden = self.run(input_ids, attention_mask, **kwargs)
+        return BaseModelOutputWithPast(hidden.last, hidden.cache, hidden.states, hidden.attentions)
+
+
+class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
+    """A language model. lm_head.weight is the embedding itself: the native unembedding is tied."""
+
+    native_head = "lm"
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012  (transformers' own form)
+
+    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
+        super().__init__(config, native)
+        if not config.tie_word_embeddings:
+            raise ValueError(
+                "tie_word_embeddings is False; skipless models share the embedding with the unembedding: use True"
+            )
+        settings = self.model.config
+        self.lm_head = nn.Linear(settings.width, settings.vocab_size, bias=False, device="meta")
+        self.lm_head.weight = self.model.embedding.weight
+        self.post_init()
+
+    @classmethod
+    def _settings(cls, config: SkiplessConfig) -> ModelConfig:
+        settings = super()._settings(config)
+        if settings.head != "lm":
+            raise ValueError(f"head is {settings.head!r}; SkiplessForCausalLM wraps language models: head='lm'")
+        return settings
+
+    @can_return_tuple
+    def forward(  # noqa: PLR0913  (transformers' signature)
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits, and the next-token loss where labels (−100: ignored) are given; labels are shifted here.
+
+        The other arguments are those of `run`.
+        """
+        hidden = self.run(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden.last[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss, logits, hidden.cache, hidden.states, hidden.attentions)
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # which transformers looks for in this signature
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As in transformers. A prompt that ends in padding is refused: no token can follow it."""
+        if is_first_iteration and attention_mask is not None and attention_mask.dim() == 2:
+            ended = (attention_mask[:, -1] == 0).nonzero()[:, 0].tolist()
+            if ended:
+                raise ValueError(
+                    f"rows {ended} end in padding, where no token can follow; pad on the left: "
+                    "tokenizer.padding_side = 'left'"
+                )
+        given = (next_sequence_length, past_key_values, attention_mask, inputs_embeds, is_first_iteration)
+        return cast(Any, super()).prepare_inputs_for_generation(input_ids, *given, **kwargs)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The mask as it is: where tokens stand says what they see, and a dense mask would say less."""
+        return attention_mask
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: continuous batching writes the rows of several requests into one, with pages for a cache."""
+        raise NotImplementedError(
+            "generate_batch (continuous batching) attends through paged kernels, which do not know this network's "
+            "biases; use generate with a batch padded on the left"
+        )
+
+    init_continuous_batching = continuous_batching_context_manager = generate_batch
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+
+class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
+    """A classifier of texts: the native pooled head, on the mean over tokens, with config.num_labels classes."""
+
+    native_head = "pooled"
+
+    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
+        super().__init__(config, native)
+        self.num_labels = self.model.config.classes
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits (batch, num_labels), and the loss by config.problem_type where labels are given."""
+        hidden = self.run(input_ids, attention_mask, **kwargs)
+        logits: Any = self.model.logits(hidden.last, hidden.layout)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(loss, logits, hidden.cache, hidden.states, hidden.attentions)
+
+
+class SkiplessForTokenClassification(SkiplessPreTrainedModel):
+    """A classifier of tokens: the native token head, with config.num_labels classes."""
+
+    native_head = "token"
+
+    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
+        super().__init__(config, native)
+        self.num_labels = self.model.config.classes
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits (batch, T, num_labels), and the mean cross entropy where labels (−100: ignored) are given."""
+        hidden = self.run(input_ids, attention_mask, **kwargs)
+        logits: Any = self.model.logits(hidden.last)
+        loss = self.loss_function(logits, labels, self.config) if labels is not None else None
+        return TokenClassifierOutput(loss, logits, hidden.states, hidden.attentions)
+
+
+for _auto, _own in AUTO_CLASSES.items():
+    if _auto != "AutoConfig":
+        getattr(modeling_auto, _auto).register(SkiplessConfig, globals()[_own], exist_ok=True)
+
+
+def as_pretrained(model: Transformer, tokenizer: Any) -> tuple[SkiplessPreTrainedModel, Any]:
+    """A model of ours, whose parameters are shared, and its tokenizer, as transformers knows them.
+
+    Text ends at the tokenizer's end-of-document token, also at one that is no special token there.
     """
     fast = fast_tokenizer(tokenizer)
-    wrapper = SkiplessForCausalLM.from_native(model, fast)
+    kinds = (SkiplessForCausalLM, SkiplessForSequenceClassification, SkiplessForTokenClassification)
+    kind = next(kind for kind in kinds if kind.native_head == model.config.head)
+    wrapper = kind.from_native(model, fast)
     wrapper.config.eos_token_id = tokenizer.end
-    assert wrapper.generation_config is not None
-    wrapper.generation_config.eos_token_id = tokenizer.end
+    if wrapper.generation_config is not None:
+        wrapper.generation_config.eos_token_id = tokenizer.end
     return wrapper, fast
 
 
-def _check_loaded(model: SkiplessForCausalLM, info: dict[str, Any], place: Any) -> None:
-    faults = [
-        f"{_listed(info[kind])} {words}"
-        for kind, words in (("missing_keys", "missing"), ("unexpected_keys", "without a place"))
-        if info[kind]
-    ]
-    head, embedding = cast(Tensor, model.lm_head.weight), model.model.embedding.weight
-    if head is not embedding and head.device == embedding.device != torch.device("meta"):
-        faults += [] if torch.equal(head, embedding) else ["lm_head.weight other than the embedding it is tied to"]
+def _check_loaded(model: SkiplessPreTrainedModel, info: dict[str, Any], place: Any) -> None:
+    found = {
+        "missing": {name for name in info["missing_keys"] if not name.startswith("model.head.")},
+        "without a place": {name for name in info["unexpected_keys"] if not name.startswith("model.head.")},
+    }
+    faults = [f"{_listed(names)} {words}" for words, names in found.items() if names]
+    head, embedding = model.get_output_embeddings(), model.model.embedding.weight
+    if (
+        head is not None
+        and head.weight is not embedding
+        and head.weight.device == embedding.device != torch.device("meta")
+    ):
+        faults += (
+            [] if torch.equal(head.weight, embedding) else ["lm_head.weight other than the embedding it is tied to"]
+        )
     if faults:
         raise ValueError(
             f"the weights in {place} are not those of this network: {'; '.join(faults)}. Load them with the config "
@@ -316,33 +415,28 @@ def _listed(names: Iterable[str], most: int = 4) -> str:
     return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
 
 
+class _Recorded(NamedTuple):
+    states: list[Tensor]
+    attentions: list[Tensor]
+
+
 @contextmanager
-def _recording(model: Transformer, wanted: bool) -> Generator[list[Tensor]]:
-    """While open, the list takes what enters the first block and leaves each one."""
-    states: list[Tensor] = []
-    hooks = []
-    if wanted:
-        hooks.append(model.blocks[0].register_forward_pre_hook(lambda _, inputs: states.append(inputs[0])))
-        hooks.extend(block.register_forward_hook(lambda _, __, out: states.append(out)) for block in model.blocks)
+def _recording(model: Transformer, states: bool, attentions: bool) -> Generator[_Recorded]:
+    """While open, lists take what enters the first block and leaves each one, and each block's softmax rows."""
+    recorded, hooks = _Recorded([], []), []
+
+    def weigh(attention: ShapedAttention, inputs: tuple, _: Tensor) -> None:
+        x, positions, cache = inputs
+        weights, row_scale = attention_weights(attention.inputs(x, positions, None if cache is None else cache.held))
+        recorded.attentions.append(weights * (row_scale != 0))
+
+    if states:
+        hooks.append(model.blocks[0].register_forward_pre_hook(lambda _, inputs: recorded.states.append(inputs[0])))
+        hooks.extend(b.register_forward_hook(lambda _, __, out: recorded.states.append(out)) for b in model.blocks)
+    if attentions:
+        hooks.extend(block.layers()[0].register_forward_hook(weigh) for block in model.each_block())
     try:
-        yield states
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _refuse(kwargs: dict[str, Any]) -> None:
-    """Arguments of other models that would change the result if they were ignored."""
-    if kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds is given; skipless models read input_ids")
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions=True: attention matrices are never formed; skipless.inspect measures them")
-
-
-def _check_supported(config: SkiplessConfig, settings: ModelConfig) -> None:
-    if settings.head != "lm":
-        raise ValueError(f"head is {settings.head!r}; SkiplessForCausalLM wraps language models: head='lm'")
-    if not config.tie_word_embeddings:
-        raise ValueError(
-            "tie_word_embeddings is False; skipless models share the embedding with the unembedding: use True"
-        )

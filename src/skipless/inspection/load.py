@@ -19,13 +19,13 @@ def open_pretrained(folder: str | Path) -> Any:
     import transformers
     from transformers.utils import logging
 
-    import skipless.hf  # noqa: F401  (registers our own classes)
+    import skipless.hf
 
     logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
         named = (getattr(config, "architectures", None) or [""])[0]
-        kind: Any = getattr(transformers, named, None) or _auto_class(config)
+        kind: Any = getattr(transformers, named, None) or getattr(skipless.hf, named, None) or _auto_class(config)
         return kind.from_pretrained(str(folder), local_files_only=True, use_safetensors=True).eval()
     except OSError:  # these name the file
         raise
@@ -84,4 +84,4 @@ def _auto_class(config: Any) -> Any:
     ):
         if config.model_type in mapping:
             return kind
-    return transformers.AutoModel if config.model_type != "skipless" else transformers.AutoModelForCausalLM
+    return transformers.AutoModel
