@@ -5,8 +5,27 @@ import json
 import os
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from skipless.files import FolderLock, Journal, WholeFile, append_line, read_lines, write_json, write_whole, writing
+from skipless.files import (
+    HASHES,
+    ChangedError,
+    FolderLock,
+    Journal,
+    WholeFile,
+    append_line,
+    check_hashes,
+    is_part,
+    leads_inside,
+    part_of,
+    read_lines,
+    remove_parts,
+    write_hashes,
+    write_json,
+    write_whole,
+    writing,
+)
 
 
 def names(folder):
@@ -17,7 +36,7 @@ def test_a_file_has_its_name_only_when_it_is_whole(tmp_path):
     file = WholeFile(tmp_path / "a.bin")
     assert names(tmp_path) == []
     file.write(b"one ")
-    assert [name.endswith(".part") for name in names(tmp_path)] == [True]
+    assert [is_part(path) for path in tmp_path.iterdir()] == [True]
     file.write(b"two")
     file.finish()
     assert names(tmp_path) == ["a.bin"]
@@ -26,6 +45,83 @@ def test_a_file_has_its_name_only_when_it_is_whole(tmp_path):
     other.write(b"three")
     other.abandon()
     assert (names(tmp_path), (tmp_path / "a.bin").read_bytes()) == (["a.bin"], b"one two")
+
+
+def test_only_what_we_made_is_taken_for_a_leftover(tmp_path):
+    """Names that others give to partial files, and names near to ours."""
+    foreign = [
+        "movie.part",
+        "a.crdownload",
+        ".a.swp",
+        "a~",
+        ".part",
+        "a.skipless-0123abcd",
+        ".a.skipless-xyz",
+        ".a.tmp",
+    ]
+    for name in foreign:
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "folder.part").mkdir()
+    part_of(tmp_path / "a").write_text("half")
+    part_of(tmp_path / "b").mkdir()
+    remove_parts(tmp_path)
+    assert names(tmp_path) == sorted([*foreign, "folder.part"])
+
+
+@pytest.fixture
+def hashed(tmp_path):
+    """Two files and their hashes."""
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "b.bin").write_bytes(bytes(range(200)))
+    write_hashes(tmp_path, ["a.json", "b.bin"])
+    return tmp_path
+
+
+def test_files_as_written_are_verified(hashed):
+    assert check_hashes(hashed)
+    (hashed / "notes.txt").write_text("not listed")
+    assert check_hashes(hashed, "*.json")
+    assert not check_hashes(hashed, "notes.txt")
+    assert not check_hashes(hashed / "..")
+
+
+@given(position=st.integers(0, 10**6), bit=st.integers(0, 7), cut=st.booleans(), name=st.sampled_from(["a", "b", "h"]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_damage_to_a_listed_file_or_to_the_list_is_named(hashed, position, bit, cut, name):
+    path = hashed / {"a": "a.json", "b": "b.bin", "h": HASHES}[name]
+    data = path.read_bytes()
+    at = position % len(data)
+    damaged = data[:at] if cut else data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+    if name == "h" and not cut and _means(damaged) == _means(data):
+        return  # a space of JSON's layout, say: the list is as it was
+    path.write_bytes(damaged)
+    try:
+        with pytest.raises(ChangedError, match=path.name.replace(".", r"\.")):
+            check_hashes(hashed)
+    finally:
+        path.write_bytes(data)
+
+
+def _means(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def test_a_file_that_is_gone_is_named(hashed):
+    (hashed / "b.bin").unlink()
+    with pytest.raises(ChangedError, match=r"b\.bin is missing, and .*hashes\.json lists it: put a copy back"):
+        check_hashes(hashed)
+    assert check_hashes(hashed, "a*")
+
+
+@pytest.mark.parametrize("name", ["../a.json", "/etc/passwd", "", ".", "x/../../a.json"])
+def test_a_list_from_elsewhere_reads_nothing_outside(hashed, name):
+    assert not leads_inside(name)
+    write_json(hashed / HASHES, json.loads((hashed / HASHES).read_text().replace("a.json", name)))
+    with pytest.raises(ChangedError, match=r"hashes\.json is damaged"):
+        check_hashes(hashed)
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

@@ -1,24 +1,28 @@
-"""Files: whole or not there, journals of JSON lines, one writer per folder, and errors that name the file."""
+"""Files: whole or not there, hashes, journals of JSON lines, one writer per folder, and errors that name the file."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import uuid
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
-PART = ".part"  # ends the name of a file that is being written
 LOCK = ".lock"
+HASHES = "hashes.json"  # says what the files beside it were when they were written
 RUN_AGAIN = "run the same command again; what was finished is kept"
 MOST_JSON = 1 << 29  # bytes of one file: far more than ours have, and no more than memory takes
 DEEPEST_JSON = 64  # levels: ours have ten or so, and functions that call themselves manage several hundred
 _DAMAGED = "is damaged or of another version"
+_PART = re.compile(r"\..+\.skipless-[0-9a-f]{8}")  # a name that nobody else gives
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 logger = logging.getLogger("skipless")
 T = TypeVar("T")
@@ -80,6 +84,25 @@ def linked(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
+def part_of(path: Path) -> Path:
+    """A new name, hidden and beside `path`, for a file or a folder until it is whole."""
+    return path.with_name(f".{path.name}.skipless-{uuid.uuid4().hex[:8]}")
+
+
+def is_part(path: Path) -> bool:
+    """Whether the name is one of part_of's."""
+    return _PART.fullmatch(path.name) is not None
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what a kill left in `folder` under names of part_of; nobody else may be writing there."""
+    for part in filter(is_part, list(folder.iterdir())):
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
+
+
 class WholeFile:
     """A file under another name until `finish` gives it its own: it is there with all of its data, or not there.
 
@@ -88,7 +111,7 @@ class WholeFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{PART}")
+        self._part = part_of(path)
         self._file: BinaryIO | None = None
 
     def write(self, data: bytes | memoryview) -> None:
@@ -203,6 +226,75 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class ChangedError(ValueError):
+    """A file is not what was written, by the hashes.json beside it; the message names it."""
+
+
+def write_hashes(folder: Path, names: Iterable[str]) -> None:
+    """Flush these files to the disk and note size and SHA-256 of each in hashes.json, for check_hashes."""
+    files = {}
+    for name in sorted(names):
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+        files[name] = size_and_hash(folder / name)
+    write_json(folder / HASHES, {"sha256": _digest(files), "files": files}, indent=1)
+
+
+def read_hashes(folder: Path) -> dict[str, list[int | str]] | None:
+    """Size and SHA-256 by name, as hashes.json has them; None where there is none."""
+    path = folder / HASHES
+    if not path.is_file():
+        return None
+    try:
+        return read_json(path, _hashes, _UNVERIFIED, what="is damaged")
+    except ValueError as error:
+        raise ChangedError(str(error)) from error
+
+
+def _hashes(values: Any) -> dict[str, list[int | str]]:
+    files = mapping(mapping(values)["files"])
+    if values["sha256"] != _digest(files):
+        raise ValueError("its own SHA-256 differs")
+    for name in files:
+        if not leads_inside(name):
+            raise ValueError(f"{name!r} leads out of the folder")
+    return files
+
+
+def check_hashes(folder: Path, pattern: str = "*") -> bool:
+    """Whether hashes.json lists files of that pattern, all of them as written; ChangedError names one that is not.
+
+    Hashes find accidents, not forgery: whoever can write the files can write hashes.json.
+    """
+    files = {name: value for name, value in (read_hashes(folder) or {}).items() if fnmatchcase(name, pattern)}
+    for name, noted in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ChangedError(f"{path} is missing, and {folder / HASHES} lists it: {_UNVERIFIED}")
+        if size_and_hash(path) != noted:
+            raise ChangedError(f"{path} is damaged or changed since it was written (see {HASHES}): {_UNVERIFIED}")
+    return bool(files)
+
+
+_UNVERIFIED = f"put a copy back or make it anew; if the change is yours, delete {HASHES}, and nothing is verified"
+
+
+def leads_inside(name: str) -> bool:
+    """Whether a relative path from elsewhere names something below the folder it is looked for in."""
+    return bool(Path(name).parts) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def size_and_hash(path: Path) -> list[int | str]:
+    """What hashes.json notes of a file."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return [path.stat().st_size, sha256]
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 class Journal:

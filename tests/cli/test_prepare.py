@@ -112,7 +112,7 @@ def test_no_room_on_the_disk_and_room_again(text, tmp_path):
     full = subprocess.run(arguments, check=False, capture_output=True, text=True, preexec_fn=limit)
     assert full.returncode == 2, full.stderr
     assert re.fullmatch(r"skipless: .*train-00000.bin could not be written \(.*\): free some space, .*\n", full.stderr)
-    assert not list((tmp_path / "out").glob("*.part"))
+    assert not list((tmp_path / "out").glob(".*.skipless-*"))
     subprocess.run(arguments, check=True, capture_output=True)
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_leaves_a_folder_to_resume(tmp_path, options):
     assert run.returncode == 130, complaint
     assert complaint.splitlines()[-1].endswith("are kept: run the same command to resume")
     assert "Traceback" not in complaint
-    assert not list((tmp_path / "out").glob("*.part"))
+    assert not list((tmp_path / "out").glob(".*.skipless-*"))
 
 
 def test_help_and_import_need_no_torch():

@@ -118,7 +118,7 @@ def test_hashes_are_trusted_until_a_file_changes(folder, monkeypatch):
 def test_several_may_verify_at_once_and_a_note_that_fails_stops_none(folder, monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: TokenStore(folder, verify="always"), range(24)))
-    assert not list(folder.glob("*.part"))
+    assert not list(folder.glob(".*.skipless-*"))
 
     def full(path, data):
         raise OSError(28, "No space left on device")
@@ -138,6 +138,53 @@ def test_other_options_are_named_and_force_starts_over(plan, folder, sources, mo
     prepare(other, folder, force=True)
     assert TokenStore(folder).tokenizer.kind == "bytes"
     assert not (folder / "tokenizer.model").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "movie.part",
+        "tokenizer.model",
+        "train-00000.bin",
+        "manifest.json",
+        "sections.jsonl",
+        "verified.json",
+        "notes.txt",
+    ],
+)
+def test_a_folder_of_other_files_is_left_alone_whatever_their_names(plan, tmp_path, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("precious")
+    for force in (False, True):
+        with pytest.raises(ValueError, match=rf"holds other files \({name}\)"):
+            prepare(plan, tmp_path / "out", force=force)
+    kept = {file.name: file.read_text() for file in (tmp_path / "out").iterdir() if file.name != ".lock"}
+    assert kept == {name: "precious"}
+
+
+def test_options_of_something_else_are_left_alone(plan, tmp_path):
+    (tmp_path / "options.json").write_text('{"colour": "red"}')
+    with pytest.raises(ValueError, match=r"options\.json is not of `skipless prepare`"):
+        prepare(plan, tmp_path)
+    assert (tmp_path / "options.json").read_text() == '{"colour": "red"}'
+
+
+def test_files_beside_the_shards_stay(plan, folder):
+    others = ("movie.part", "train-mine.bin", "notes.txt")
+    for name in others:
+        (folder / name).write_text("precious")
+    prepare(plan, folder, workers=1, force=True)
+    assert [(folder / name).read_text() for name in others] == ["precious"] * 3
+
+
+def test_a_tokenizer_that_no_preparation_noted_is_not_taken(plan, folder, tmp_path):
+    """Also in a folder of our own: its manifest would say that it was made as asked for."""
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    for name in ("options.json", "tokenizer.model"):
+        shutil.copy(folder / name, unfinished)
+    with pytest.raises(ValueError, match=r"tokenizer\.model is there, and no preparation has noted it"):
+        prepare(plan, unfinished, workers=1)
 
 
 @pytest.mark.parametrize(

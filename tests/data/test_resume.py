@@ -14,6 +14,7 @@ import pytest
 from skipless.data.folder import Folder
 from skipless.data.prepare import Chunk, Encoded, SectionWriter
 from skipless.data.store import check_hash, check_sizes
+from skipless.files import is_part
 
 COMMAND = [sys.executable, "-c", "from skipless.cli import main; main()", "prepare"]
 OPTIONS = ["--vocab", "500", "--sample-mb", ".2", "--shard-mb", ".02", "--valid-fraction", ".1"]
@@ -94,7 +95,7 @@ def test_ctrl_c_at_the_moment_a_shard_is_opened_leaves_nothing(tmp_path, monkeyp
     monkeypatch.setattr(Path, "open", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.add(Chunk(0), [Encoded("train", np.zeros(3, np.uint16), 1, 3)])
-    assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+    assert [is_part(path) for path in tmp_path.iterdir()] == [True]
     writer.abandon()
     assert not list(tmp_path.iterdir())
 
@@ -114,7 +115,7 @@ def die_at(number):
         os.kill(os.getpid(), signal.SIGKILL)
 replace, note, finish = Path.replace, folder.Folder.note_section, folder.Folder.finish
 def later(self, target):
-    if self.name.startswith({"tokenizer" if moment == "tokenizer" else "train"!r}):
+    if self.name.startswith({".tokenizer" if moment == "tokenizer" else ".train"!r}):
         die_at({1 if moment == "tokenizer" else 5})
     return replace(self, target)
 def noting(self, section):

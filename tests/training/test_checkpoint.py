@@ -256,8 +256,8 @@ def test_later_steps_of_an_abandoned_course_go(tmp_path):
 
 def test_leftovers_of_a_killed_write_go_with_the_next_save(tmp_path):
     saved(tmp_path, 1)
-    (tmp_path / ".step-000002.tmp-deadbeef").mkdir()
-    (tmp_path / ".step-000002.tmp-deadbeef" / "shard-00001.safetensors").write_bytes(b"half")
+    (tmp_path / ".step-000002.skipless-deadbeef").mkdir()
+    (tmp_path / ".step-000002.skipless-deadbeef" / "shard-00001.safetensors").write_bytes(b"half")
     model, optimizer = make()
     assert load_checkpoint(tmp_path, model, optimizer) == (1, {"ema": 1 / 3})
     save_checkpoint(tmp_path, 2, model, optimizer, {}, keep=2)

@@ -4,13 +4,15 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from skipless.data.prepare import Preparation, prepare
-from skipless.data.tokenizer import Bytes
+from skipless.data.tokenizer import Bytes, TrainUnigram
 from skipless.model.config import ModelConfig
 from skipless.training.config import Experiment
+from skipless.training.load import find_tokenizer
 from skipless.training.run import RunFinishedError, RunFolder, git_state, read_experiment, read_metrics
 
 EXPERIMENT = Experiment("small", model=ModelConfig(vocab_size=32, width=16, depth=2, heads=2, activation="gelu"))
@@ -39,6 +41,7 @@ def test_what_a_run_folder_holds(tmp_path):
         "env.json",
         "experiment.json",
         "export",
+        "hashes.json",
         "metrics.jsonl",
     ]
     assert read_experiment(run.path) == EXPERIMENT
@@ -117,10 +120,81 @@ def test_places_that_are_no_run(tmp_path):
 
 
 def test_a_start_killed_before_experiment_json_is_taken_up(tmp_path):
-    for name in (".lock", "env.json", "experiment.json.part"):
+    for name in (".lock", ".experiment.json.skipless-0123abcd"):
         (tmp_path / name).write_text("")
     with opened(tmp_path):
-        assert "experiment.json.part" not in names(tmp_path)
+        assert ".experiment.json.skipless-0123abcd" not in names(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["movie.part", "env.json", "data.json", "metrics.jsonl", "tokenizer.model", "export"])
+def test_a_folder_of_other_files_is_left_alone_whatever_their_names(tmp_path, name):
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(ValueError, match=rf"holds other files \({name}\)"):
+        opened(tmp_path)
+    assert (names(tmp_path), (tmp_path / name).read_text()) == ([name], "precious")
+
+
+def test_an_experiment_that_no_run_wrote_is_left_alone(tmp_path):
+    mine = EXPERIMENT.to_json().replace("\n", " ")
+    (tmp_path / "experiment.json").write_text(mine)
+    with pytest.raises(ValueError, match=r"experiment\.json is there, and no run has written it"):
+        opened(tmp_path)
+    assert (tmp_path / "experiment.json").read_text() == mine
+
+
+@pytest.mark.parametrize("name", ["experiment.json", "metrics.jsonl", "tokenizer.model", "hashes.json"])
+def test_the_files_of_a_finished_run_are_verified(tmp_path, sources_folder, name):
+    """A digit changed by an accident that is still JSON, and one that is not."""
+    experiment = EXPERIMENT.override(f"data.folder={sources_folder}", "model.vocab_size=400")
+    with opened(tmp_path / "run", experiment) as run:
+        run.log({"step": 12, "loss": 3.25})
+        run.finish(steps=12)
+    read = {"experiment.json": read_experiment, "metrics.jsonl": read_metrics, "tokenizer.model": find_tokenizer}
+    read["hashes.json"] = read_experiment
+    read[name](run.path)
+    file = run.path / name
+    whole = file.read_bytes()
+    digit = next(at for at in range(len(whole) - 1, 0, -1) if whole[at : at + 1].isdigit())
+    for changed in (whole[:digit] + bytes([whole[digit] ^ 1]) + whole[digit + 1 :], whole[:-3]):
+        file.write_bytes(changed)
+        with pytest.raises(ValueError, match=rf"run/{name} is damaged"):
+            read[name](run.path)
+    file.write_bytes(whole)
+    read[name](run.path)
+
+
+@pytest.fixture(scope="module")
+def sources_folder(tmp_path_factory):
+    """A prepared folder with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("\n\n\n".join(Path(__file__).read_text() for _ in range(3)))
+    prepare(Preparation(str(folder / "text.txt"), TrainUnigram(400)), folder / "tokens", workers=1)
+    return folder / "tokens"
+
+
+def test_a_run_has_its_tokenizer_from_the_start(tmp_path, sources_folder):
+    with opened(tmp_path / "run", EXPERIMENT.override(f"data.folder={sources_folder}", "model.vocab_size=400")):
+        kept = (tmp_path / "run" / "tokenizer.model").read_bytes()
+    assert kept == (sources_folder / "tokenizer.model").read_bytes()
+    (sources_folder / "tokenizer.model").write_bytes(kept[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"did not make the shards|is not a SentencePiece model"):
+        opened(tmp_path / "other", EXPERIMENT.override(f"data.folder={sources_folder}"))
+    (sources_folder / "tokenizer.model").write_bytes(kept)
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/escaped", "..", ".", "", "a/../../b"])
+def test_a_name_does_not_lead_out_of_runs(name):
+    experiment = Experiment.from_json(EXPERIMENT.to_json().replace('"small"', json.dumps(name)))
+    with pytest.raises(ValueError, match=r"leads out of runs/: give --out"):
+        _ = experiment.folder
+    assert Experiment("wiki/e-spa").folder == Path("runs/wiki/e-spa")
+
+
+def test_files_beside_a_run_stay(tmp_path):
+    begun(tmp_path)
+    (tmp_path / "movie.part").write_text("precious")
+    opened(tmp_path, resume=True).close()
+    assert (tmp_path / "movie.part").read_text() == "precious"
 
 
 def test_a_damaged_experiment_is_named(tmp_path):

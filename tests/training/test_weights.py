@@ -82,8 +82,15 @@ def test_damage_is_named(path):
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"model.safetensors is damaged \(its tensors are not"):
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged \(tensors and settings are not"):
         model_from_weights(path)
+    data[-5] ^= 1
+    path.write_bytes(data.replace(b'\\"width\\": 16', b'\\"width\\": 17'))
+    assert path.read_bytes() != data
+    with pytest.raises(ValueError, match=r"damaged \(tensors and settings are not"):
+        model_from_weights(path)
+    path.write_bytes(data)
+    model_from_weights(path)
     os.truncate(path, len(data) - 100)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged, cut short"):
         model_from_weights(path)

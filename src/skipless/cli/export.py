@@ -1,7 +1,7 @@
 """`skipless export RUN`: a trained run as a Hugging Face folder that AutoModelForCausalLM loads."""
 
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from skipless.data.tokenizer import MODEL_FILE
-from skipless.files import writing
-from skipless.training.load import load_model
+from skipless.files import HASHES, is_part, part_of, read_hashes, size_and_hash, sync_folder, write_hashes, writing
+from skipless.training.load import CONFIG, WEIGHTS, load_model
 from skipless.training.run import EXPERIMENT, EXPORT
 
 
@@ -20,44 +20,81 @@ def command(
     tokenizer: Annotated[
         str | None, typer.Option(help="A .model file, prepared folder or 'bytes'; by default the run's own.")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files there that no export wrote.")] = False,
 ) -> None:
     """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
     folder = out or run / EXPORT
-    _check(folder)
+    _check(folder, force)
     loaded = load_model(run, tokenizer)
     from skipless.hf.modeling import as_pretrained  # with transformers, which a wrong path need not wait for
 
     with _aside(folder) as place:
-        for part in as_pretrained(loaded.model, loaded.tokenizer):
+        for part in as_pretrained(loaded.model, loaded.tokenizer, packed=loaded.packed):
             part.save_pretrained(place)
         if loaded.tokenizer.model is not None:
             (place / MODEL_FILE).write_bytes(loaded.tokenizer.model)
+        _publish(place, folder, force)
     print(f"{folder}: AutoModelForCausalLM.from_pretrained loads it after `import skipless`, or with trust_remote_code")
 
 
-def _check(folder: Path) -> None:
+def _check(folder: Path, force: bool) -> None:
     """Refuse, before any work is done, a place that an export cannot or must not go to."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; an export is a folder: give --out another name")
     if (folder / EXPERIMENT).is_file():
         raise ValueError(f"{folder} is a run, whose weights an export would replace: give --out {folder / EXPORT}")
+    if not force:
+        _check_own(folder, (CONFIG, WEIGHTS))
+
+
+def _check_own(folder: Path, names: Iterable[str]) -> None:
+    """Refuse to replace a file that is not as an export wrote it. One that was cut short has its hashes in its part."""
+    noted = [read_hashes(place) or {} for place in (folder, *_parts(folder))]
+    for name in names:
+        path, written = folder / name, [files[name] for files in noted if name in files]
+        if path.exists() and not (path.is_file() and size_and_hash(path) in written):
+            raise ValueError(
+                f"{path} is there, and not as an export wrote it: move it away, give another --out, or --force to "
+                "replace it"
+            )
+
+
+def _parts(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if is_part(path) and path.is_dir()] if folder.is_dir() else []
 
 
 @contextmanager
 def _aside(folder: Path) -> Generator[Path]:
-    """A place to write into; once all is written, its files go to `folder`, where other files stay."""
+    """A place to write into, and OSError or ValueError in one line where it cannot hold the export."""
     from safetensors import SafetensorError
 
-    place, again = folder / ".unfinished", "export again"
+    place, again = part_of(folder / EXPORT), "export again"
     with writing(folder, again, room="make room there"):
-        shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         try:
             yield place
-            # the config last: with it a folder is a model
-            for file in sorted(place.iterdir(), key=lambda file: file.name == "config.json"):
-                file.replace(folder / file.name)
         except SafetensorError as error:
             raise ValueError(f"{folder} could not be written ({error}): make room there, and {again}") from error
         finally:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _publish(place: Path, folder: Path, force: bool) -> None:
+    """Move what is in `place` to `folder`, where other files stay. It is the old export, the new one, or none.
+
+    With config.json a folder is a model, so it goes first and comes last.
+    """
+    names = {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()}
+    write_hashes(place, names)
+    stale = set() if force else set(read_hashes(folder) or {}) - names
+    if not force:
+        _check_own(folder, sorted(names | stale))
+    for name in (CONFIG, *stale):
+        (folder / name).unlink(missing_ok=True)
+    sync_folder(folder)
+    for name in (*sorted(names - {CONFIG}), HASHES, CONFIG):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).replace(folder / name)
+    sync_folder(folder)
+    for part in _parts(folder):
+        shutil.rmtree(part, ignore_errors=True)

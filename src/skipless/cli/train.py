@@ -45,7 +45,7 @@ def command(
     if show:
         print(experiment.to_json())
         return
-    _run(experiment, out or Path("runs") / experiment.name, resume, device, tensorboard)
+    _run(experiment, out or experiment.folder, resume, device, tensorboard)
 
 
 def _run(experiment: Experiment, out: Path, resume: bool, device: str | None, tensorboard: bool) -> None:

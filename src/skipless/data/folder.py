@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,14 +13,15 @@ from skipless.data.store import MANIFEST, VERIFIED, Section, TokenizerNote, read
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import (
     LOCK,
-    PART,
     FolderLock,
     Journal,
     append_line,
+    is_part,
     mapping,
     read_json,
     read_lines,
     reading,
+    remove_parts,
     write_json,
     write_whole,
     writing,
@@ -27,6 +29,7 @@ from skipless.files import (
 from skipless.schema import build
 
 OPTIONS, JOURNAL = "options.json", "sections.jsonl"
+SHARD = re.compile(r"(train|valid)-\d{5,}\.bin")
 _FORCE = "start over with --force"
 Found = TypeVar("Found")
 
@@ -51,12 +54,18 @@ class Folder:
     def claim(self, options: dict, force: bool) -> None:
         """Make the folder that of these options, or refuse: tokens by other options, or a folder of something else."""
         path = self.path / OPTIONS
-        foreign = [file.name for file in self.path.iterdir() if not self._own(file)]
+        # options.json comes first, so that without it nothing here is ours, whatever its name
+        foreign = [file.name for file in self.path.iterdir() if file.name != LOCK and not is_part(file)]
         if foreign and not path.is_file():
             raise ValueError(
                 f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): give --out a folder of its own"
             )
-        differing = _differing(self._options(), options) if path.is_file() and not force else []
+        there = self._options() if path.is_file() and not force else options
+        if there.keys() != options.keys():
+            raise ValueError(
+                f"{path} is not of `skipless prepare`, or of another version: give --out a folder of its own"
+            )
+        differing = [] if force else _differing(there, options)
         if differing and (self.complete() or self.sections()):
             raise ValueError(
                 f"{self.path} was prepared with other options ({'; '.join(differing)}): use another --out, or --force "
@@ -64,8 +73,7 @@ class Folder:
             )
         if differing or force:
             self._clear()
-        for leftover in self.path.glob(f"*{PART}"):
-            leftover.unlink()
+        remove_parts(self.path)
         if self.complete():  # an earlier run may have been killed between its manifest and its journal's end
             (self.path / JOURNAL).unlink(missing_ok=True)
         if not path.is_file():
@@ -78,15 +86,14 @@ class Folder:
         return _read(self.path / JOURNAL, read_lines)
 
     def _own(self, file: Path) -> bool:
-        shard = file.suffix == ".bin" and file.name.startswith(("train-", "valid-"))
-        return shard or file.suffix == PART or file.name in (OPTIONS, JOURNAL, LOCK, MANIFEST, VERIFIED, MODEL_FILE)
+        return bool(SHARD.fullmatch(file.name)) or file.name in (OPTIONS, JOURNAL, MANIFEST, VERIFIED, MODEL_FILE)
 
     def _clear(self) -> None:
         def last(file: Path) -> int:
             return 0 if file.name == MANIFEST else 2 if file.name == OPTIONS else 1
 
         for file in sorted(self.path.iterdir(), key=last):
-            if self._own(file) and file.name != LOCK:
+            if self._own(file):
                 file.unlink()
 
     def complete(self) -> bool:
@@ -102,9 +109,11 @@ class Folder:
 
     def tokenizer(self) -> TokenizerNote | None:
         """The description of the tokenizer that made the finished sections, if there are any."""
-        found = [line["tokenizer"] for line in self._journal() if "tokenizer" in line]
+        lines = self._journal()
         note = "the note of a tokenizer"
-        return _read(self.path / JOURNAL, lambda _: build(TokenizerNote, found[0], note)) if found else None
+        return (
+            _read(self.path / JOURNAL, lambda _: build(TokenizerNote, lines[0]["tokenizer"], note)) if lines else None
+        )
 
     def sections(self) -> dict[int, Section]:
         """Finished sections by index, whether or not their files are still there."""
@@ -117,7 +126,7 @@ class Folder:
         return all((self.path / shard.file).is_file() for shard in section.shards)
 
     def note_tokenizer(self, described: TokenizerNote) -> None:
-        """Start the journal."""
+        """Start the journal, before the tokenizer's file is there: one that is there without a note is not ours."""
         append_line(self.path / JOURNAL, {"tokenizer": asdict(described)})
 
     def note_section(self, section: Section) -> None:

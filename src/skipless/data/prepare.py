@@ -4,9 +4,9 @@ Documents are tokenised by all cores, in order and in bounded memory, section by
 the order in which its files appear:
 
     options.json      what was asked for; once a section is finished other options refuse the folder
+    sections.jsonl    which tokenizer, and one line per finished section, until the manifest takes its place
     tokenizer.model   the SentencePiece model (not for bytes)
     train-00000.bin   tokens, raw; and valid-00000.bin from the same section of the corpus
-    sections.jsonl    one line per finished section, until the manifest takes its place
     manifest.json     counts, hashes and the repeat rate: the folder is complete
     verified.json     when each shard was last found good; may be deleted
 """
@@ -219,6 +219,8 @@ def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progr
     """The folder's tokenizer: as an earlier run left it, or made now and kept."""
     path = folder.path / MODEL_FILE
     described = folder.tokenizer()
+    if described is None and path.exists():
+        raise ValueError(f"{path} is there, and no preparation has noted it: move it away, or name it with --tokenizer")
     if path.is_file():
         tokenizer = load_tokenizer(path)
     else:
@@ -228,12 +230,12 @@ def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progr
                 f"training a tokenizer: unigram, {size:,} pieces, on up to {sample:g} MB of {texts.corpus.name}"
             )
         tokenizer = plan.tokenizer.make(texts.corpus.parts, texts.trains)
-        if tokenizer.model is not None:
-            write_whole(path, tokenizer.model)
     if described is None:
         folder.note_tokenizer(TokenizerNote.of(tokenizer))
     else:
         match_tokenizer(folder.path, described, tokenizer)
+    if tokenizer.model is not None and not path.is_file():
+        write_whole(path, tokenizer.model)
     return tokenizer
 
 

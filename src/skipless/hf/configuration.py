@@ -68,6 +68,7 @@ class SkiplessConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
+    packed: bool = False  # in training attention stayed within documents
 
     def __post_init__(self, **kwargs: Any):
         kwargs = self._in_own_names(kwargs)

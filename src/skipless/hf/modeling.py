@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -18,6 +19,7 @@ from transformers.modeling_outputs import (
 from transformers.models.auto import modeling_auto
 from transformers.utils.generic import can_return_tuple
 
+from skipless.files import HASHES, check_hashes
 from skipless.hf.configuration import AUTO_CLASSES, SkiplessConfig
 from skipless.hf.inputs import Placement
 from skipless.hf.tokenizer import fast_tokenizer
@@ -89,21 +91,29 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         """As in transformers, but a file of weights that are not this network's, one for one, is an error.
 
         transformers would leave the missing ones at random, and drop those that have no place. Heads are the exception:
-        a classifier made from a language model starts with a fresh one, which transformers tells.
+        a classifier made from a language model starts with a fresh one, which transformers tells. A file that is not as
+        `skipless export` wrote it, by the folder's hashes.json, is an error too.
         """
+        place = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if place is not None and Path(place).is_dir():
+            check_hashes(Path(place))
         told = kwargs.pop("output_loading_info", False)
         model, info = cast(tuple[Any, dict], super().from_pretrained(*args, output_loading_info=True, **kwargs))
-        _check_loaded(model, info, args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        _check_loaded(model, info, place)
         model.model.build_shapes()
         return (model, info) if told else model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers. A folded network's matrices are not those its config tells of, so it is refused."""
+        """As in transformers. A folded network's matrices are not those its config tells of, so it is refused.
+
+        The hashes of an export that it is saved over would no longer be true, and go.
+        """
         if isinstance(self.model, FoldedTransformer):
             raise ValueError(
                 "this network is folded, and its config describes the unfolded one: keep it with .model.save(path), "
                 "which FoldedTransformer.load reads, or save the network it was folded from"
             )
+        (Path(args[0] if args else kwargs["save_directory"]) / HASHES).unlink(missing_ok=True)
         super().save_pretrained(*args, **kwargs)
 
     @classmethod
@@ -372,7 +382,7 @@ for _auto, _own in AUTO_CLASSES.items():
         getattr(modeling_auto, _auto).register(SkiplessConfig, globals()[_own], exist_ok=True)
 
 
-def as_pretrained(model: Transformer, tokenizer: Any) -> tuple[SkiplessPreTrainedModel, Any]:
+def as_pretrained(model: Transformer, tokenizer: Any, *, packed: bool = False) -> tuple[SkiplessPreTrainedModel, Any]:
     """A model of ours, whose parameters are shared, and its tokenizer, as transformers knows them.
 
     Text ends at the tokenizer's end-of-document token, also at one that is no special token there.
@@ -381,7 +391,7 @@ def as_pretrained(model: Transformer, tokenizer: Any) -> tuple[SkiplessPreTraine
     kinds = (SkiplessForCausalLM, SkiplessForSequenceClassification, SkiplessForTokenClassification)
     kind = next(kind for kind in kinds if kind.native_head == model.config.head)
     wrapper = kind.from_native(model, fast)
-    wrapper.config.eos_token_id = tokenizer.end
+    wrapper.config.eos_token_id, wrapper.config.packed = tokenizer.end, packed
     if wrapper.generation_config is not None:
         wrapper.generation_config.eos_token_id = tokenizer.end
     return wrapper, fast

@@ -1,33 +1,41 @@
 """Hugging Face models: from a folder that save_pretrained wrote, or a family built anew from its config."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipless.console import nearest
+from skipless.files import HASHES, ChangedError, check_hashes
 
 if TYPE_CHECKING:
     from torch import nn
 
+logger = logging.getLogger("skipless")
 FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt-neox": "gpt_neox", "bert": "bert", "vit": "vit"}
 
 
 def open_pretrained(folder: str | Path) -> Any:
-    """The model of a folder, on the CPU, with the class its config.json names. Nothing is downloaded or unpickled."""
+    """The model of a folder, on the CPU, with the class its config.json names. Nothing is downloaded or unpickled.
+
+    What `skipless export` wrote must be as it was written; any other folder is read, and said to be unverified.
+    """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json; give a model object, or a folder written by save_pretrained")
+    if not check_hashes(folder, "*.json"):  # the weights by our own class, which these files name
+        logger.warning("%s is read unverified: it has no %s of `skipless export`", folder, HASHES)
     import transformers
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     import skipless.hf
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
         named = (getattr(config, "architectures", None) or [""])[0]
         kind: Any = getattr(transformers, named, None) or getattr(skipless.hf, named, None) or _auto_class(config)
         return kind.from_pretrained(str(folder), local_files_only=True, use_safetensors=True).eval()
-    except OSError:  # these name the file
+    except (OSError, ChangedError):  # these name the file
         raise
     except Exception as error:
         why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".!")
@@ -38,7 +46,8 @@ def open_pretrained(folder: str | Path) -> Any:
 
 
 def pretrained_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder that save_pretrained wrote."""
+    """The tokenizer of a folder that save_pretrained wrote, verified where hashes.json lists its files."""
+    check_hashes(Path(folder), "*token*")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)

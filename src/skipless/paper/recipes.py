@@ -84,7 +84,7 @@ def train(
     chosen, given = plan(experiment, data)
     values = {_path_of(chosen, name): value for name, value in settings.items()}
     chosen = with_data(chosen.with_fields(values), given={*given, *values})
-    folder = Path("runs") / chosen.name if out is None else out
+    folder = chosen.folder if out is None else out
     return trainer.train(chosen, folder, resume=resume, device=device, tensorboard=tensorboard, quiet=quiet)
 
 

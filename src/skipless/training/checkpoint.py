@@ -3,7 +3,7 @@
     checkpoints/step-000200/                          a checkpoint; the newest `keep` are there
         shard-00001-model-00001-of-00001.safetensors  tensors of the first process that wrote it, by DCP
         state.json                                    step, optimiser settings, size and hash of each file
-    checkpoints/.step-000300.tmp-1a2b3c4d/            one being written, or what a kill left of it
+    checkpoints/.step-000300.skipless-1a2b3c4d/       one being written, or what a kill left of it
 
 Nothing is unpickled: tensors are safetensors, where DCP's own storage would be pickles, and the rest (rates, betas, the
 structure of the optimiser's state) is JSON. So a checkpoint from elsewhere can do no more than be wrong. Hashes find
@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import uuid
 import warnings
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from skipless.files import mapping, read_json, reading, sync_folder, write_json, write_whole, writing
+from skipless.files import (
+    mapping,
+    part_of,
+    read_json,
+    reading,
+    remove_parts,
+    sync_folder,
+    write_json,
+    write_whole,
+    writing,
+)
 from skipless.model.config import ModelConfig
 from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
@@ -50,7 +59,8 @@ from skipless.training.distributed import on_main, world_size
 
 STATE = "state.json"
 FORMAT = 1
-CONFIG, SHA256 = "model_config", "tensors_sha256"
+CONFIG, SHA256 = "model_config", "sha256"
+_OLD_SHA256 = "tensors_sha256"  # of files of before the settings were hashed too
 logger = logging.getLogger("skipless")
 _NAME = re.compile(r"step-(\d+)(\.old)?")
 
@@ -177,9 +187,8 @@ def _newest_good(folder: Path) -> tuple[Path, Manifest] | None:
 def _aside(folder: Path, name: str) -> Path:
     """A new folder to write into; what killed writes left behind is removed first."""
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step-*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside = folder / f".{name}.tmp-{uuid.uuid4().hex[:8]}"
+    remove_parts(folder)
+    aside = part_of(folder / name)
     aside.mkdir()
     return aside
 
@@ -204,7 +213,7 @@ def _retire(folder: Path, step: int, keep: int) -> None:
 def _discard(path: Path) -> None:
     """Delete a checkpoint so that a kill in between leaves no damaged one behind."""
     if path.exists():
-        doomed = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+        doomed = part_of(path)
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
@@ -439,7 +448,8 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
     def write() -> None:
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {"format": "pt", CONFIG: config.to_json(), SHA256: _weights_digest(whole)}
+        text = config.to_json()
+        metadata = {"format": "pt", CONFIG: text, SHA256: _weights_digest(whole, text)}
         with writing(path, "export again"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, _ordered(save(whole, metadata)))
@@ -481,8 +491,9 @@ def _read_weights(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged, cut short or no safetensors file ({error}): export it again") from error
-    if SHA256 in metadata and metadata[SHA256] != _weights_digest(tensors):
-        raise ValueError(f"{path} is damaged (its tensors are not those that were written): export it again")
+    noted, config = metadata.get(SHA256) or metadata.get(_OLD_SHA256), metadata.get(CONFIG, "")
+    if noted is not None and noted != _weights_digest(tensors, config if SHA256 in metadata else ""):
+        raise ValueError(f"{path} is damaged (tensors and settings are not those that were written): export it again")
     return metadata, tensors
 
 
@@ -496,8 +507,8 @@ def _ordered(file: bytes) -> bytes:
     return b"".join((len(text).to_bytes(8, "little"), text, memoryview(file)[end:]))
 
 
-def _weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    sha256 = hashlib.sha256()
+def _weights_digest(tensors: Mapping[str, Tensor], config: str) -> str:
+    sha256 = hashlib.sha256(config.encode())
     for name in sorted(tensors):
         sha256.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
         sha256.update(tensors[name].reshape(-1).view(torch.uint8).numpy())

@@ -7,10 +7,11 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from skipless.console import nearest
-from skipless.files import parse_json
+from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
 from skipless.schema import KINDS, build, check_choice, shortened
 
@@ -248,6 +249,15 @@ class Experiment:
     def __post_init__(self):
         if self.train.length is None:
             object.__setattr__(self, "train", self.train.replace(length=self.model.length))
+
+    @property
+    def folder(self) -> Path:
+        """Where the run goes unless another place is named: runs/NAME; ValueError for a name that leads elsewhere."""
+        if not leads_inside(self.name):
+            raise ValueError(
+                f"the experiment's name is {self.name!r}, and runs/NAME leads out of runs/: give --out a folder"
+            )
+        return Path("runs") / self.name
 
     def to_json(self) -> str:
         """The whole configuration as JSON; from_json gives back an equal object."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from skipless.console import near_names
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
+from skipless.files import HASHES, check_hashes
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
 from skipless.training.config import Experiment
 from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, WEIGHTS, read_experiment
@@ -21,8 +22,9 @@ CONFIG = "config.json"
 class LoadedModel:
     """A model in evaluation mode, and what is known of it.
 
-    origin says which weights these are. length and packed are how a run trained and validated; a saved model knows its
-    length only. validation is the prepared folder that a run validates on. Generated text ends at a token of `stop`.
+    origin says which weights these are. length and packed are how a run trained and validated; a saved model's length
+    is that of its configuration. validation is the prepared folder that a run validates on. Generated text ends at a
+    token of `stop`.
     """
 
     model: "Transformer"
@@ -38,8 +40,8 @@ def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str |
     """A trained model in evaluation mode, its tokenizer attached: load("runs/e-spa").generate("The signal").
 
     path: a run's folder (its newest weights are taken), a checkpoint in it, or a folder that save_pretrained or
-    `skipless export` wrote. tokenizer names another one than the model's own: a .model file, a prepared folder or
-    "bytes". device None is a GPU where there is one.
+    `skipless export` wrote. tokenizer names the model's own where it does not lie beside it: a .model file, a prepared
+    folder or "bytes". device None is a GPU where there is one.
     """
     return load_model(path, tokenizer, device).model
 
@@ -87,10 +89,37 @@ def _why_not(path: Path) -> str:
         return f"{path} is a file; " + (f"did you mean its folder, {near}?" if near else wanted)
     if (path / MANIFEST).is_file():
         return f"{path} holds prepared data and no model; {wanted}"
+    if (path / HASHES).is_file():
+        return f"{path} holds an export that was cut short (no {CONFIG}): export it again"
     runs = sorted(file.parent.name for file in path.glob(f"*/{EXPERIMENT}"))
     if runs:
         return f"{path} is a folder of runs; name one of them: {', '.join(str(path / name) for name in runs[:5])}"
     return f"{path} is neither a run (no {EXPERIMENT}) nor a saved model (no {CONFIG}); {wanted}"
+
+
+def _check_tokenizer(loaded: LoadedModel, own: Tokenizer | None) -> None:
+    """Refuse a tokenizer that is not the model's own, where that is known, or has tokens the model does not know."""
+    given, known = loaded.tokenizer, loaded.model.config.vocab_size
+    if given.vocab_size > known:
+        wanted = f"a model of {known:,} tokens"
+    elif own is not None and not _same(given, own):
+        wanted = f"of {own.kind}, {own.vocab_size:,} tokens, {own.sha256[:12]}"
+    else:
+        return
+    raise ValueError(
+        f"the tokenizer ({given.kind}, {given.vocab_size:,} tokens, {given.sha256[:12]}) is not that of "
+        f"{loaded.origin}, {wanted}: its tokens would stand for other text"
+    )
+
+
+def _same(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether both give the same tokens. Those of two kinds, as an export has them, are asked by a text."""
+    if one.kind == other.kind:
+        return one.sha256 == other.sha256
+    texts = Path(__file__).read_text(encoding="utf-8"), "ἀρχή ▁ 0xFF\n"
+    return one.vocab_size == other.vocab_size and all(
+        one.encode(text).tolist() == other.encode(text).tolist() for text in texts
+    )
 
 
 def find_tokenizer(name: str | Path) -> Tokenizer:
@@ -99,6 +128,7 @@ def find_tokenizer(name: str | Path) -> Tokenizer:
     if (folder / MANIFEST).is_file():
         return folder_tokenizer(folder, read_manifest(folder).tokenizer)
     if (folder / MODEL_FILE).is_file():
+        check_hashes(folder, MODEL_FILE)
         return load_tokenizer(folder / MODEL_FILE)
     if (folder / "tokenizer.json").is_file():
         from skipless.hf.tokenizer import FastTokenizer
@@ -114,10 +144,15 @@ def _has_tokenizer(folder: Path) -> bool:
 def _run(path: Path, tokenizer: Tokenizer | None, checkpoint: Path | None = None) -> LoadedModel:
     """The weights of a finished run, or those of its newest checkpoint. Never an export, which may be older."""
     experiment = read_experiment(path)
-    tokenizer = tokenizer or _run_tokenizer(path, experiment)
+    own = _run_tokenizer(path, experiment)
+    if (tokenizer := tokenizer or own) is None:
+        raise ValueError(
+            f"the tokenizer of {path} is not found: its data folder is {experiment.data.folder!r} (working folder "
+            f"{Path.cwd()}); name the prepared folder or the .model file with --tokenizer, or write --tokenizer bytes"
+        )
     valid = Path(experiment.data.valid or experiment.data.folder or "")
     model, origin = _run_weights(path, experiment) if checkpoint is None else _checkpoint(checkpoint, experiment)
-    return LoadedModel(
+    loaded = LoadedModel(
         model,
         tokenizer,
         origin,
@@ -126,20 +161,18 @@ def _run(path: Path, tokenizer: Tokenizer | None, checkpoint: Path | None = None
         validation=valid if (valid / MANIFEST).is_file() else None,
         stop=(tokenizer.end,),
     )
+    _check_tokenizer(loaded, own)
+    return loaded
 
 
-def _run_tokenizer(path: Path, experiment: Experiment) -> Tokenizer:
-    """The one kept in the run, in its prepared data, or in its export."""
+def _run_tokenizer(path: Path, experiment: Experiment) -> Tokenizer | None:
+    """The one kept in the run, in its prepared data, or in its export; None where there is none."""
     data = Path(experiment.data.folder or path)
     for place in (path, data, path / EXPORT):
         if _has_tokenizer(place):
             return find_tokenizer(place)
-    if (path / FINISHED).is_file() and experiment.model.vocab_size in (256, 257):
-        return ByteTokenizer()  # any other kind of tokenizer lies in the folder of a finished run
-    raise ValueError(
-        f"the tokenizer of {path} is not found: its data folder is {experiment.data.folder!r} (working folder "
-        f"{Path.cwd()}); name the prepared folder or the .model file with --tokenizer, or write --tokenizer bytes"
-    )
+    known = any((path / name).is_file() for name in (HASHES, FINISHED))  # then any other kind lies in the run
+    return ByteTokenizer() if known and experiment.model.vocab_size in (256, 257) else None
 
 
 def _run_weights(path: Path, experiment: Experiment) -> "tuple[Transformer, str]":
@@ -176,7 +209,12 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
     model = saved.model
     if not isinstance(model, Transformer):
         raise ValueError(f"{path} holds a {type(saved).__name__}, not a skipless network; `skipless inspect` reads it")
-    tokenizer = tokenizer or find_tokenizer(path)
+    own = find_tokenizer(path) if _has_tokenizer(path) else None
+    tokenizer = tokenizer or own
+    assert tokenizer is not None
     ends = saved.generation_config.eos_token_id if saved.generation_config is not None else None
     stop = (tokenizer.end,) if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
-    return LoadedModel(model, tokenizer, str(path), model.config.length, stop=stop)
+    packed = bool(saved.config.packed)
+    loaded = LoadedModel(model, tokenizer, str(path), model.config.length, packed, stop=stop)
+    _check_tokenizer(loaded, own)
+    return loaded

@@ -1,6 +1,8 @@
 """The folder of a run and what it shows: settings, environment, log, checkpoints; a line of progress.
 
 experiment.json   the whole configuration; once something is trained another one refuses the folder
+tokenizer.model   that of the data (not for bytes)
+hashes.json       of these two, and at the end of the log; a file that differs is refused
 data.json         fingerprints of the prepared folders; other tokens refuse to resume
 env.json          versions, device and commit of the start and of every resumption
 metrics.jsonl     one JSON object per line
@@ -29,16 +31,20 @@ import numpy as np
 
 import skipless
 from skipless.console import Progress
-from skipless.data.store import fingerprint
+from skipless.data.store import fingerprint, folder_tokenizer, read_manifest
+from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import (
     LOCK,
-    PART,
     FolderLock,
     Journal,
+    check_hashes,
+    is_part,
     mapping,
     read_json,
     read_lines,
     reading,
+    remove_parts,
+    write_hashes,
     write_json,
     write_whole,
     writing,
@@ -140,6 +146,7 @@ class RunFolder:
         if self._log is not None:
             self.sync()
             with _storing(self.path / FINISHED):
+                _note_hashes(self.path, METRICS)
                 write_json(self.path / FINISHED, summary)
 
     def close(self) -> None:
@@ -166,10 +173,8 @@ def _storing(path: Path) -> AbstractContextManager[None]:
 def _check_place(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; a run needs a folder")
-    own = (EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED, LOCK, CHECKPOINTS, EXPORT)
-    foreign = (
-        [file.name for file in path.iterdir() if file.name not in own and file.suffix != PART] if path.exists() else []
-    )
+    there = list(path.iterdir()) if path.exists() else []
+    foreign = [file.name for file in there if file.name != LOCK and not is_part(file)]
     if foreign and not (path / EXPERIMENT).is_file():
         raise ValueError(
             f"{path} holds other files ({', '.join(sorted(foreign)[:3])}); give the run a folder of its own"
@@ -177,7 +182,7 @@ def _check_place(path: Path) -> None:
 
 
 def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
-    file = path / EXPERIMENT
+    file, text = path / EXPERIMENT, experiment.to_json().encode() + b"\n"
     begun = file.is_file() and _trained(path)
     if begun:
         _check_same(path, read_experiment(path), experiment)
@@ -186,16 +191,34 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
         if not resume:
             raise ValueError(f"{path} holds this run, unfinished: add --resume to go on, or use another folder")
         _check_tokens(path / DATA, experiment)
+        check_hashes(path)
+    elif file.is_file() and file.read_bytes() != text and not check_hashes(path, EXPERIMENT):
+        raise ValueError(f"{file} is there, and no run has written it; give the run a folder of its own")
     elif resume:
         logger.info("%s holds no run yet: it starts from the beginning", path)
+    remove_parts(path)
+    if not begun:  # experiment.json first: with it the folder is a run's
+        write_whole(file, text)
+        _keep_tokenizer(path, experiment)
+        write_json(path / DATA, _fingerprints(experiment))
+    _note_hashes(path)
     for name in (CHECKPOINTS, EXPORT):
         (path / name).mkdir(exist_ok=True)
-    for leftover in path.glob(f"*{PART}"):
-        leftover.unlink()
     _note_environment(path / ENVIRONMENT, begun)
-    if not begun:
-        write_json(path / DATA, _fingerprints(experiment))
-        write_whole(file, experiment.to_json().encode() + b"\n")
+
+
+def _keep_tokenizer(path: Path, experiment: Experiment) -> None:
+    """Put the tokenizer of the data into the run, which then needs its data no more."""
+    folder = Path(experiment.data.folder or "")
+    (path / MODEL_FILE).unlink(missing_ok=True)  # of a start that came to nothing
+    if fingerprint(folder) is not None:
+        model = folder_tokenizer(folder, read_manifest(folder).tokenizer).model
+        if model is not None:
+            write_whole(path / MODEL_FILE, model)
+
+
+def _note_hashes(path: Path, *more: str) -> None:
+    write_hashes(path, [name for name in (EXPERIMENT, MODEL_FILE, *more) if (path / name).is_file()])
 
 
 def _trained(path: Path) -> bool:
@@ -305,6 +328,7 @@ def read_experiment(path: str | Path) -> Experiment:
     file = Path(path) / EXPERIMENT
     if not file.is_file():
         raise ValueError(f"{path} is not a run (no {EXPERIMENT}); `skipless train` makes one")
+    check_hashes(file.parent, EXPERIMENT)
     return read_json(file, Experiment.from_dict, "use another folder")
 
 
@@ -317,6 +341,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = path / METRICS if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a run writes it as it trains")
+    if path.name == METRICS:
+        check_hashes(path.parent, METRICS)
     with reading(path, "delete the line to read the rest", what="is damaged"):
         records = read_lines(path)
         for number, record in enumerate(records, 1):

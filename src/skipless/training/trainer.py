@@ -2,7 +2,6 @@
 
 import logging
 import math
-import shutil
 import signal
 import threading
 import time
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint as recompute_backward
 
 from skipless.data.loader import Batch, Prefetch, TokenLoader
 from skipless.data.store import TokenStore
-from skipless.data.tokenizer import MODEL_FILE
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.ops.precision import HALF, autocast, loss_scale
@@ -406,14 +404,11 @@ class Trainer:
         logger.warning("%s Goes back to step %d with %g of the rate.", error, self.state.step, factor)
 
     def finish(self, weights: bool) -> Result:
-        """Write the weights, if they are to be kept, and the tokenizer beside them; mark the run as finished."""
+        """Write the weights, if they are to be kept; mark the run as finished."""
         run, state, valid = self.run, self.state, self.state.valid
         path = run.path / WEIGHTS if weights else None
         if path is not None:
             save_weights(self.model, path)
-            tokenizer = Path(self.experiment.data.folder or "") / MODEL_FILE
-            if self.world.main and tokenizer.is_file():
-                shutil.copyfile(tokenizer, run.path / MODEL_FILE)
         run.finish(steps=state.step, train_loss=state.ema, valid=valid, weights=path and path.name)
         result = EvalResult(valid["loss"], valid["perplexity"], valid["bits_per_byte"], 0, None) if valid else None
         seconds = median(self.step_seconds or [float("nan")])
