@@ -157,6 +157,7 @@ def _forget_the_second_half(folder, experiment: Experiment) -> None:
     import shutil
 
     (folder / "finished.json").unlink()
+    (folder / "hashes.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "step-000024")
     (folder / "experiment.json").write_text(experiment.to_json())
 
