@@ -22,29 +22,38 @@ from skipless import files
 if TYPE_CHECKING:
     from rich.console import Console
 
+LARGEST_SEED = (1 << 63) - 1
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has stopped
 written_files: list[Path] = []  # by this process, each of them whole
 _stopped_words: list[str | None] = [None]  # what the running command says on Ctrl-C, also in an import
 
 
 @contextmanager
-def handle_sigint() -> Generator[None]:
+def handle_stops() -> Generator[None]:
     """In here Ctrl-C ends an import at once: unwinding it could be swallowed by a library, or end in a traceback.
 
-    Elsewhere it is a KeyboardInterrupt as usual. A process that ignores it goes on ignoring it.
+    Elsewhere it is a KeyboardInterrupt as usual. SIGTERM, by which clusters and `timeout` stop a program, is the same.
+    A process that ignores a signal goes on ignoring it, and one of several that torchrun has started leaves SIGTERM
+    alone: it may be waiting for the others where Python hears nothing.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before != signal.default_int_handler:
-        yield
-        return
-    signal.signal(signal.SIGINT, _interrupt)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    if threading.current_thread() is not threading.main_thread():
+        usual = {}
+    if "LOCAL_RANK" in os.environ:
+        usual.pop(signal.SIGTERM, None)
+    taken = [number for number, handler in usual.items() if signal.getsignal(number) == handler]
+    for number in taken:
+        signal.signal(number, _interrupt)
     try:
         yield
     except KeyboardInterrupt:
+        if not taken:
+            raise
         _say_stopped()
         sys.exit(INTERRUPTED)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in taken:
+            signal.signal(number, usual[number])
 
 
 def report_interrupt(command: Callable[..., None], words: str | None = None) -> Callable[..., None]:
@@ -290,13 +299,21 @@ def write_output(path: Path, data: bytes) -> None:
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # a container's
 
 
-def check_fits(parameters: int, asked: str) -> None:
-    """Refuse a network whose float32 weights alone are more than the memory that is free."""
-    need, free = 4 * parameters, free_memory()
+def check_seed(seed: int | None, name: str = "--seed") -> None:
+    """Refuse a seed that a generator of random numbers does not take."""
+    if seed is not None and not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"{name} is {seed}; it must lie in 0 … {LARGEST_SEED}")
+
+
+def check_fits(need: float, asked: str, smaller: str, free: float | None = None) -> None:
+    """Refuse, before any work is done, what needs more bytes than are free, be it by its largest part alone.
+
+    smaller: what to change. free: of the device, where it is not this machine's memory.
+    """
+    free = free_memory() if free is None else free
     if need > free:
         raise ValueError(
-            f"{asked} has {parameters / 1e9:,.2f} billion parameters, which take {need / 1e9:,.1f} GB, and "
-            f"{free / 1e9:,.1f} GB of memory are free; make it smaller, e.g. with --width 256"
+            f"{asked} takes at least {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free; {smaller}"
         )
 
 

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -177,9 +178,9 @@ def read_json(path: Path, make: Callable[[Any], T], advice: str = "", *, what: s
 
 
 def parse_json(text: bytes | str) -> Any:
-    """JSON that nothing later on stumbles over: no deeper than DEEPEST_JSON, no key twice, whole numbers of 64 bits.
+    """JSON that nothing later on stumbles over: no deeper than DEEPEST_JSON, no key twice, no number beyond a float's.
 
-    NaN and Infinity are numbers here, as Python's json has them. ValueError says what is wrong.
+    Whole numbers of more than 64 bits are floats. NaN and Infinity are numbers here, as Python's json has them.
     """
     try:
         value = json.loads(text, parse_int=_whole_number, object_pairs_hook=_mapping)
@@ -203,10 +204,12 @@ def mapping(value: Any) -> dict[str, Any]:
     return value
 
 
-def _whole_number(digits: str) -> int:
-    if len(digits) > len(str(-(1 << 63))) or not -(1 << 63) <= int(digits) < 1 << 63:
-        raise ValueError(f"a whole number of {len(digits)} digits, {digits[:12]}…, is more than 64 bits hold")
-    return int(digits)
+def _whole_number(digits: str) -> int | float:
+    if len(digits) < 19 or -(1 << 63) <= int(digits[:40]) < 1 << 63:
+        return int(digits)
+    if math.isinf(float(digits)):
+        raise ValueError(f"{digits[:12]}… has {len(digits)} digits, and no number here has more than 308")
+    return float(digits)  # as other readers of JSON have it
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def check(value: Any, hint: Any, name: str) -> Any:
         return [check(part, args[0], f"{name}[{index}]") for index, part in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {key: check(part, args[1], f"{name}.{key}") for key, part in value.items()}
-    if hint is int and isinstance(value, float) and value.is_integer():
+    if hint is int and isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     kind = origin or hint
     if isinstance(value, bool) is not (kind is bool) or not isinstance(value, int | float if kind is float else kind):

@@ -229,6 +229,28 @@ def test_killed_it_goes_on(reproduce, data: Path, jobs: str) -> None:
     assert len(set(keys())) == len(keys()) == 5
 
 
+@pytest.mark.slow
+def test_sigterm_to_the_command_alone_saves_what_its_workers_train(data: Path, tmp_path: Path) -> None:
+    """As `timeout` and clusters send it. Every run under way has a checkpoint of the last step that it logged."""
+    command = [sys.executable, "-m", "skipless.cli", "reproduce", "baselines", "--data", str(data), "--jobs", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [*command, "--device", "cpu", "--out", str(tmp_path)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        while not all(logs := [log.stat().st_size for log in tmp_path.glob("runs/*/metrics.jsonl")]) or len(logs) < 2:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped; the same command goes on from there" in complaint
+    assert "Traceback" not in complaint
+    unfinished = [log for log in tmp_path.glob("runs/*/metrics.jsonl") if not (log.parent / "finished.json").exists()]
+    assert unfinished
+    for log in unfinished:
+        last = json.loads(log.read_text().splitlines()[-1])["step"]
+        assert (log.parent / "checkpoints" / f"step-{last:06d}" / "state.json").is_file()
+
+
 def test_a_budget_that_nothing_fits_in(reproduce, instant: list[RunRequest]) -> None:
     _, err = reproduce("baselines", "--budget", "0.001")
     assert instant == []

@@ -15,8 +15,8 @@ from skipless import console
 NOTHING = "skipless: stopped; nothing was written"
 
 
-def stopped(arguments: list[str], when: Callable[[int], bool]) -> tuple[int, list[str]]:
-    """Exit code and lines of standard error of a command that gets Ctrl-C as soon as when(its pid) is true."""
+def stopped(arguments: list[str], when: Callable[[int], bool], number: int = signal.SIGINT) -> tuple[int, list[str]]:
+    """Exit code and lines of standard error of a command that gets a signal as soon as when(its pid) is true."""
     process = subprocess.Popen(
         [sys.executable, "-m", "skipless.cli", *arguments],
         stdout=subprocess.DEVNULL,
@@ -29,7 +29,7 @@ def stopped(arguments: list[str], when: Callable[[int], bool]) -> tuple[int, lis
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, complaint = process.communicate(timeout=100)
     return process.returncode, complaint.splitlines()
 
@@ -56,6 +56,19 @@ def test_during_imports(command, tmp_path, tmp_path_factory):
     code, lines = stopped(arguments, lambda pid: mapped(pid, library))
     assert (code, lines) == (130, [NOTHING])
     assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_is_ctrl_c(tmp_path):
+    arguments = ["kernels", "wikitext103/e-spa", "--figure", str(tmp_path / "kernels.png")]
+    code, lines = stopped(arguments, lambda pid: mapped(pid, "scipy"), signal.SIGTERM)
+    assert (code, lines) == (130, [NOTHING])
+
+
+def test_a_process_of_torchrun_leaves_sigterm_alone(monkeypatch):
+    """It may wait for others where Python hears nothing, and torchrun would have to kill it."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with console.handle_stops():
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.slow
@@ -102,7 +115,7 @@ def test_a_file_in_the_making_is_taken_away(tmp_path, monkeypatch):
 def test_a_process_that_ignores_it_goes_on(monkeypatch):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with console.handle_sigint():
+        with console.handle_stops():
             assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -185,8 +186,46 @@ def test_divergence_stops_with_the_step_the_blocks_and_the_last_good_checkpoint(
 
 def test_a_rate_far_too_high_is_caught_and_explained(experiment, tmp_path):
     rates = dataclasses.replace(experiment.optimizer, rate=1e6, clip=None)
-    with pytest.raises(Diverged, match=r"lower optimizer.rate.*There is no checkpoint yet"):
+    with pytest.raises(Diverged, match=r"lower optimizer.rate.*There is no good checkpoint"):
         train(dataclasses.replace(experiment, optimizer=rates), tmp_path / "run", device="cpu", quiet=True)
+
+
+RUINOUS = {
+    "adam": ("optimizer.rate=1e38",),
+    "adamw": ("optimizer.name=adamw", "optimizer.rate=1e38", "optimizer.weight_decay=1000"),
+    "soap": ("optimizer.name=soap", "optimizer.rate=1e38"),
+    "muon": ("optimizer.name=muon", "optimizer.rate=1e38"),
+    "embedding": ("optimizer.embedding_rate=1e38",),
+    "vectors": ("optimizer.vector_rate=1e38",),
+    "finite, but ruined": ("optimizer.rate=1e30", "optimizer.clip=none"),
+}
+
+
+@pytest.mark.parametrize("case", RUINOUS)
+def test_a_checkpoint_that_is_called_good_is_finite_and_goes_on(experiment, tmp_path, case):
+    """A loss and a gradient are those before the update, which may be what ruins the network."""
+    every = ("train.checkpoint_every=1", "train.log_every=1", "train.eval_every=0", "train.keep=9")
+    ruinous = experiment.override(*every, *RUINOUS[case])
+    with pytest.raises(Diverged, match=r"diverged at step \d+") as error:
+        train(ruinous, tmp_path / "run", device="cpu", quiet=True)
+    for file in (tmp_path / "run").glob("checkpoints/*/*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values())
+    named = re.search(r"The last good checkpoint is (step-\d+)", str(error.value))
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    last = f"step-{error.value.good:06d}"
+    assert (named[1] if named else None) == (last if last in saved else None)
+
+
+@pytest.mark.parametrize("change", ["optimizer.eps=0", "optimizer.eps=1e-45", "optimizer.weight_decay=1e38"])
+def test_settings_that_ruin_a_network_are_refused(experiment, change):
+    with pytest.raises(ValueError, match=r"eps is .*use 1e-30 or more|weight_decay is .*at most 1000"):
+        experiment.override(change)
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_is_built(experiment, tmp_path):
+    for change in ("train.batch_size=1000000000", "model.depth=100000000"):
+        with pytest.raises(ValueError, match=r"this run takes at least [\d,.]+ GB"):
+            train(experiment.override(change), tmp_path / "run", device="cpu", quiet=True)
 
 
 @pytest.mark.parametrize(("name", "skipless"), [("wikitext103/e-spa", True), ("wikitext103/pre-ln", False)])

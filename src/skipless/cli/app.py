@@ -1,5 +1,6 @@
 """The table of commands, and one-line errors instead of tracebacks for what a user can put right."""
 
+import re
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -8,8 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from skipless import __version__
-from skipless.console import report_interrupt
+from skipless.console import report_interrupt, say
 
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 _RESUMES = "stopped; the same command goes on from there"
 
 
@@ -106,9 +108,15 @@ def _root(
 
 
 def run() -> None:
-    """Run a command. A bad value or file ends with one line and exit code 2."""
+    """Run a command. A bad value or file, and too little memory, end with one line and exit code 2."""
     try:
         app()
     except (ValueError, OSError) as error:
-        print(f"skipless: {error}", file=sys.stderr)
-        sys.exit(2)
+        words = str(error)
+    except (MemoryError, RuntimeError) as error:  # torch's allocators have no class of their own
+        words = str(error).strip()
+        if not isinstance(error, MemoryError) and not _OUT_OF_MEMORY.search(words):
+            raise
+        words = f"memory ran out ({words.splitlines()[0] if words else 'no more is known'}): ask for less at once"
+    say(f"skipless: {' '.join(words.split())}")
+    sys.exit(2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skipless.console import check_seed
 from skipless.training.load import check_model, load_model
 
 if TYPE_CHECKING:
@@ -34,12 +35,17 @@ def command(
 ) -> None:
     """Continue a prompt, writing the text as it comes. Ctrl-C ends it."""
     check_model(folder)  # before torch is imported
+    check_seed(seed)
     import torch
 
     from skipless.model.generate import Sampling, stream
 
     sampling = Sampling(temperature, top_k, top_p)
     text = prompt if prompt is not None else _standard_input()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is no UTF-8 text: its character {error.start} stands for a byte alone") from error
     loaded = load_model(folder, tokenizer, device)
     ids = _encode(loaded.tokenizer, text)
     tokens = torch.tensor([ids], device=loaded.model.embedding.weight.device)
@@ -78,7 +84,11 @@ def _encode(tokenizer: "Tokenizer", text: str) -> list[int]:
 def _standard_input() -> str:
     if sys.stdin.isatty():
         raise ValueError('no prompt: give --prompt "…", or pipe text in')
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"standard input is no UTF-8 text: byte {error.start} is 0x{byte:02x}") from error
 
 
 def _write(pieces: Iterable[str], start: str) -> None:

@@ -16,6 +16,7 @@ from skipless.console import (
     check_apart,
     check_figure,
     check_fits,
+    check_seed,
     check_target,
     near_names,
     print_table,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], Any]  # of a tokenizer
 _LENGTH = 128
+_SMALLER, _FEWER = "make it smaller, e.g. with --width 256", "take fewer or shorter rows, e.g. --batch 2 --length 128"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -128,6 +130,7 @@ class InspectArguments:
         """Refuse, before torch is imported, what is not there and what does not go together."""
         if self.length is not None and self.length < 2:
             raise ValueError(f"--length is {self.length}; cosines compare locations, so give at least 2")
+        check_seed(self.seed)
         if self.rows < 1:
             raise ValueError(f"--batch is {self.rows}; give at least 1 row")
         for name, value in self.sizes.items():
@@ -165,7 +168,8 @@ class InspectArguments:
         folder, wanted = Path(self.model), self.reads and self.tokenizer is None
         if not folder.is_dir():
             config = presets.preset(self.model, **self.sizes)
-            check_fits(config.matrix_parameters, self.model)
+            check_fits(4 * config.matrix_parameters, self.model, _SMALLER)
+            check_fits(8 * self.rows * (self.length or _LENGTH) * config.width, f"--batch {self.rows}", _FEWER)
             return skipless.Transformer(config).eval(), None
         if (folder / EXPERIMENT).is_file():
             loaded = load_model(folder, None if wanted else "bytes")
@@ -293,7 +297,7 @@ def _family(name: str, sizes: Mapping[str, int]) -> "nn.Module":
         why = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
         why = why.removeprefix("ValueError: ").rstrip(".")
         raise ValueError(f"{asked} cannot be built: {why}{_nearest_width(name, sizes)}") from error
-    check_fits(sum(weight.numel() for weight in outline.parameters()), asked)
+    check_fits(4 * sum(weight.numel() for weight in outline.parameters()), asked, _SMALLER)
     return build_family(name, **fields)
 
 

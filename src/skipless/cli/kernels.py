@@ -17,6 +17,8 @@ from skipless.console import (
     Progress,
     check_apart,
     check_figure,
+    check_fits,
+    check_seed,
     check_target,
     print_table,
     print_text,
@@ -126,7 +128,11 @@ def command(
         typer.echo(name_list())
         return
     asked = (depth, gamma_final, rho_final, skip, mlp_skip, norm, activation, mirrored, calibration)
+    check_seed(seed)
     selection = select(name, KernelsArguments(*asked, length, repeat_rate, input_kind, seed, blocks))
+    kernels_kept = sum(network.config.depth + 1 for network in selection.networks) or len(selection.signals)
+    size, smaller = selection.signals[0].length, "use fewer blocks (--depth) or locations (--length)"
+    check_fits(8.0 * kernels_kept * size**2, f"keeping {kernels_kept:,} kernels of {size:,} locations", smaller)
     picture = _figure_path(name, figure, no_figure)
     _check_outputs(picture, json_file, must_draw=figure is not None)
     studies = _follow(selection)

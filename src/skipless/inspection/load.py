@@ -1,11 +1,15 @@
 """Hugging Face models: from a folder that save_pretrained wrote, or a family built anew from its config."""
 
 import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import safe_open
+
 from skipless.console import nearest
-from skipless.files import HASHES, ChangedError, check_hashes
+from skipless.files import HASHES, ChangedError, check_hashes, mapping, read_json, reading
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,9 +19,10 @@ FAMILIES = {"gpt2": "gpt2", "llama": "llama", "gpt-neox": "gpt_neox", "bert": "b
 
 
 def open_pretrained(folder: str | Path) -> Any:
-    """The model of a folder, on the CPU, with the class its config.json names. Nothing is downloaded or unpickled.
+    """The model of a folder, on the CPU, with the class its config.json names.
 
-    What `skipless export` wrote must be as it was written; any other folder is read, and said to be unverified.
+    Nothing is downloaded or unpickled, and no code that lies in the folder is run or asked about. What `skipless
+    export` wrote must be as it was written; any other folder is read, and said to be unverified.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -30,27 +35,79 @@ def open_pretrained(folder: str | Path) -> Any:
     import skipless.hf
 
     transformers_logging.disable_progress_bar()
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    tensors = _check_files(folder, _MODEL_FILES)
+    if not tensors:
+        pickled = "; pickled ones, such as pytorch_model.bin, are not read" if any(folder.glob("*.bin")) else ""
+        raise ValueError(f"{folder} holds no weights (no model.safetensors){pickled}: {_SAVE_AGAIN}")
+    with _without_code(folder / "config.json"):
+        config = transformers.AutoConfig.from_pretrained(str(folder), **_LOCAL)
         named = (getattr(config, "architectures", None) or [""])[0]
-        kind: Any = getattr(transformers, named, None) or getattr(skipless.hf, named, None) or _auto_class(config)
-        return kind.from_pretrained(str(folder), local_files_only=True, use_safetensors=True).eval()
-    except (OSError, ChangedError):  # these name the file
+        kind: Any = getattr(transformers, named, None) or getattr(skipless.hf, named, None)
+        kind = kind if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) else None
+        kind = kind or _auto_class(config)
+        blocks = getattr(config, "num_hidden_layers", None) or 0
+        if not isinstance(blocks, int) or blocks > 64 * tensors:  # some share theirs
+            raise ValueError(f"{blocks!r} blocks, and the weights beside it are {tensors} tensors")
+    try:
+        return kind.from_pretrained(str(folder), config=config, use_safetensors=True, **_LOCAL).eval()
+    except ChangedError:  # which names the file
         raise
+    except OSError as error:
+        raise OSError(_first_line(error)) from error
     except Exception as error:
-        why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".!")
         raise ValueError(
-            f"{folder} does not load ({why}): its weights are damaged, cut short or not those of its config.json; save "
-            "it again, a run with `skipless export RUN`"
+            f"{folder} does not load ({_first_line(error)}): its weights are damaged, cut short or not those of its "
+            f"config.json; {_SAVE_AGAIN}"
         ) from error
 
 
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_SAVE_AGAIN = "save it again, a run with `skipless export RUN`"
+_MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def _check_files(folder: Path, names: Sequence[str] = ()) -> int:
+    """Refuse, by its name, a file that transformers would stumble over; how many tensors the weights are."""
+    tensors = 0
+    for name in names:
+        if (folder / name).is_file():
+            read_json(folder / name, mapping, _SAVE_AGAIN)
+    for file in sorted(folder.glob("*.safetensors")):
+        with reading(file, _SAVE_AGAIN, what="is damaged, cut short or no safetensors file"):
+            file.open("rb").close()  # safetensors takes one that may not be read for one that is not there
+            with safe_open(file, framework="numpy") as weights:
+                tensors += len(weights.keys())
+    return tensors
+
+
+@contextmanager
+def _without_code(file: Path) -> Generator[None]:
+    """In here what transformers would ask leave for is an error; so is what is wrong with the file, by its name."""
+    with reading(file, _SAVE_AGAIN):
+        try:
+            yield
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(f"{file} asks for code that lies beside it (auto_map), which is never run here") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".!")
+
+
 def pretrained_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder that save_pretrained wrote, verified where hashes.json lists its files."""
+    """The tokenizer of a folder that save_pretrained wrote, verified where hashes.json lists its files.
+
+    No code that lies in the folder is run or asked about.
+    """
     check_hashes(Path(folder), "*token*")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    _check_files(Path(folder), _TOKENIZER_FILES)
+    with _without_code(Path(folder) / "tokenizer_config.json"):
+        return AutoTokenizer.from_pretrained(str(folder), **_LOCAL)
 
 
 def build_family(name: str, **sizes: int) -> "nn.Module":
@@ -86,11 +143,11 @@ def _auto_class(config: Any) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    for mapping, kind in (
+    for known, kind in (
         (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, transformers.AutoModelForMaskedLM),
         (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
         (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, transformers.AutoModelForImageClassification),
     ):
-        if config.model_type in mapping:
+        if config.model_type in known:
             return kind
     return transformers.AutoModel

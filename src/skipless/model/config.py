@@ -267,6 +267,7 @@ def check_names(kind: Any, data: Mapping[str, Any]) -> None:
 
 
 _LEAST = {"vocab_size": 1, "width": 1, "depth": 1, "heads": 1, "kv_heads": 1, "hidden": 0, "length": 1, "classes": 0}
+_MOST = (1 << 31) - 1
 _CHOICES = {
     "norm": ("none", "pre", "post"),
     "position": ("rope", "relative", "none"),
@@ -306,13 +307,15 @@ def _whole(name: str, value: Any) -> int:
     if number is None or number < _LEAST[name]:
         meaning = ", which means no MLPs" if name == "hidden" else ""
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {_LEAST[name]}{meaning}")
+    if number > _MOST:
+        raise ValueError(f"{name} is {value!r}; it must be at most {_MOST:,}")
     return number
 
 
 def _check_sizes(config: ModelConfig) -> None:
     """Refuse sizes that do not go together."""
     if config.width % config.heads:
-        near = round(config.width / config.heads) * config.heads
+        near = max(round(config.width / config.heads), 1) * config.heads
         raise ValueError(f"width={config.width} is not a multiple of heads={config.heads}; the nearest is {near}")
     if config.heads % (config.kv_heads or config.heads):
         raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")

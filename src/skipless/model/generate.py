@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from skipless.console import check_fits, check_seed
 from skipless.ops.cuda_graph import CudaRecorder, Recorder
 from skipless.ops.layout import PADDING, Layout
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
 
 _WARM_UP = 2
+_LEAST_TEMPERATURE = 1e-30
 # recording runs three steps: fewer tokens are not worth it
 _FEWEST_TOKENS = 8
 
@@ -33,6 +35,11 @@ class Sampling:
     def __post_init__(self):
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be at least 0, where 0 is greedy")
+        if 0.0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature}, by which single precision cannot divide; use 0, which takes the "
+                "likeliest token"
+            )
         if self.top_k is not None and (self.top_k < 1 or int(self.top_k) != self.top_k):
             raise ValueError(f"top_k is {self.top_k}; it must be an integer of at least 1, or None for all tokens")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
@@ -114,15 +121,19 @@ def stream(
     check_decodable(model, tokens)
     _check_values(model, tokens, max_new_tokens, stop)
     _check_room(model.config.max_length, tokens.shape[1], max_new_tokens)
+    _check_memory(model, tokens, tokens.shape[1] + max_new_tokens)
     if attention_mask is not None:
         _check_mask(tokens, attention_mask)
     generator = seed if isinstance(seed, torch.Generator) else None
     if isinstance(seed, int):
+        check_seed(seed, "seed")
         generator = torch.Generator(tokens.device).manual_seed(seed)
     cache = KVCache(len(model.blocks), capacity=tokens.shape[1] + max_new_tokens)
 
     def steps() -> Iterator[Tensor]:
         logits = decode(model, tokens, cache, attention_mask=attention_mask, last_only=True)
+        if not bool(logits.isfinite().all()):
+            raise ValueError("the model's logits are not finite: its weights hold NaN or ∞, or it has diverged")
         ends = torch.tensor(sorted(stop), device=tokens.device, dtype=tokens.dtype)
         token, ended = tokens[:, -1], torch.zeros_like(tokens[:, -1], dtype=torch.bool)
         follow = next_logits(model, cache, replays(model, tokens, max_new_tokens))
@@ -157,6 +168,15 @@ def _check_room(most: int | None, past: int, new: int) -> None:
             f"max_new_tokens is {new} after {past} tokens, but the model's attention is calibrated for {most} "
             f"locations; {room}, or a model with calibration='paper'"
         )
+
+
+def _check_memory(model: "Transformer", tokens: Tensor, slots: int) -> None:
+    """Keys and values are reserved at once. A GPU's memory is left to torch, which knows what it keeps of it."""
+    config = model.config
+    width = config.width // config.heads * (config.kv_heads or config.heads)
+    size = 2.0 * len(tokens) * slots * len(model.blocks) * width * model.embedding.weight.element_size()
+    if not tokens.is_cuda:
+        check_fits(size, f"keeping the keys and values of {slots:,} tokens", "lower max_new_tokens")
 
 
 def _check_mask(tokens: Tensor, attention_mask: Tensor) -> None:

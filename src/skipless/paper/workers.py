@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import skipless
-from skipless.files import write_whole
+from skipless.files import reading, write_whole
 from skipless.paper.experiments import PaperTable, Setting
 from skipless.paper.measures import measured
 from skipless.paper.records import Record, ResultsFolder, record_of
@@ -36,6 +36,7 @@ from skipless.training.divergence import Diverged
 from skipless.training.run import EXPERIMENT, FINISHED, METRICS, git_state, read_experiment, read_metrics
 from skipless.training.trainer import OutOfTime, RunLimits, train
 
+_STOPS = {signal.SIGINT, signal.SIGTERM}
 _SPENT = "spent.txt"  # in a run's folder: its seconds so far
 _PIECE_SECONDS = 60.0  # a run with checkpoints is begun if it can go on for so long
 _MOST_FAILURES = 3
@@ -228,7 +229,7 @@ class WorkerProcess(Worker):
         context = get_context("spawn")
         self.connection, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._threads))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if os.name == "posix" else None
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS) if os.name == "posix" else None
         try:
             process.start()  # Ctrl-C waits, here until the process is known and there until it asks for it
             self._process = process
@@ -250,9 +251,10 @@ def first_done(workers: Sequence[Worker]) -> list[Worker]:
 def _serve(connection: Connection, threads: int) -> None:
     """A worker process: answers one request after another, until its parent stops asking or is gone."""
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGINT, lambda *_: trainer.early.set())  # while a run trains it listens itself, and saves
+    for number in _STOPS:
+        signal.signal(number, lambda *_: trainer.early.set())  # while a run trains it listens itself, and saves
     if os.name == "posix":
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
 
     def end_with_parent() -> None:
         if (parent := parent_process()) is not None:
@@ -345,7 +347,8 @@ def _clear_other(experiment: Experiment, folder: Path) -> None:
 def _spent(folder: Path) -> float:
     """Seconds of earlier calls on the same run."""
     file = folder / _SPENT
-    return float(file.read_text()) if file.is_file() else 0.0
+    with reading(file, "delete it: the time of earlier calls is then not counted"):
+        return float(file.read_text()) if file.is_file() else 0.0
 
 
 def _where(device: str | None) -> dict[str, Any]:

@@ -153,6 +153,11 @@ def discard_from(folder: Path, step: int) -> None:
     on_main(discard)
 
 
+def checkpoints_until(folder: Path, step: int) -> list[Path]:
+    """The checkpoints of `step` and earlier ones, oldest first."""
+    return [path for path in _found(folder) if int(path.name.removeprefix("step-").removesuffix(".old")) <= step]
+
+
 def _check_plain(extra: dict[str, Any]) -> None:
     try:
         json.dumps(extra)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from skipless.console import nearest
+from skipless.console import check_seed, nearest
 from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
 from skipless.schema import KINDS, build, check_choice, shortened
@@ -29,6 +29,7 @@ ORTHOGONAL_ROLES = ("value", "output", "up", "down")  # queries start at 0, and 
 # five times Adam's for vanilla E-SPA, and ten times diverged.
 USUAL_RATES = {"adam": 3e-5, "adamw": 5e-4, "muon": 1e-3, "soap": 1e-4}
 MUON_VECTOR_RATE = 3e-5
+_LEAST_EPS, _MOST_DECAY, _MOST_STEPS = 1e-30, 1e3, 1 << 53
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,12 @@ def _check_numbers(config: OptimizerConfig) -> None:
     for name, value in {**rates, **factors, "eps": config.eps, "weight_decay": config.weight_decay}.items():
         if value is not None and not 0.0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r}; it must be finite and not negative")
+    if config.eps < _LEAST_EPS:
+        raise ValueError(
+            f"eps is {config.eps!r}, and a gradient of 0 would be 0/0; use {_LEAST_EPS:g} or more, as 1e-8"
+        )
+    if config.weight_decay > _MOST_DECAY:
+        raise ValueError(f"weight_decay is {config.weight_decay!r}; it must be at most {_MOST_DECAY:g} (0.1 is usual)")
     decays = {"momentum": config.momentum}
     for name in ("betas", "soap_betas"):
         decays |= {f"{name}[{index}]": value for index, value in enumerate(getattr(config, name))}
@@ -214,6 +221,10 @@ class TrainConfig:
         for name in ("warmup", "eval_every", "checkpoint_every", "eval_tokens", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 0 (0 means never)")
+        for name in ("steps", "batch_size", "accumulate", "log_every", "eval_every", "checkpoint_every", "eval_tokens"):
+            if getattr(self, name) > _MOST_STEPS:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at most {_MOST_STEPS:,}")
+        check_seed(self.seed, "train.seed")
         if self.warmup >= self.steps:
             raise ValueError(
                 f"train.warmup={self.warmup} leaves no step of {self.steps} for the cosine; {self.steps // 10} is usual"

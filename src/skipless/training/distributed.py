@@ -1,6 +1,7 @@
 """Several processes: devices, wrapping in DDP or FSDP2, and what they tell each other."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from skipless.console import free_memory
 from skipless.model.transformer import Transformer
 
 T = TypeVar("T")
+_PEER_GONE = re.compile("gloo|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe")
 Strategy = Literal["auto", "ddp", "fsdp"]
 
 
@@ -31,6 +34,14 @@ class World:
     def main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.rank == 0
+
+    @property
+    def free_memory(self) -> float:
+        """Bytes that are free on the device, those that torch keeps for later included."""
+        if self.device.type != "cuda":
+            return free_memory()
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return float(torch.cuda.mem_get_info(self.device)[0] + kept)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean over all processes, on every one."""
@@ -65,6 +76,14 @@ def join_world(device: str | None = None):
         world = World(rank, size, place)
         yield world
         world.wait()  # not after an error, which other processes may not share
+    except RuntimeError as error:
+        if size == 1 or not (isinstance(error, dist.DistError) or _PEER_GONE.search(str(error))):
+            raise
+        why = str(error).strip().partition("\n")[0]
+        raise ConnectionError(
+            f"process {rank} lost another one of the {size} that train together ({why}): start all of them again, with "
+            "--resume"
+        ) from error
     finally:
         if started:
             dist.destroy_process_group()

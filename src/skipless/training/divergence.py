@@ -3,6 +3,7 @@
 import io
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -15,14 +16,18 @@ from skipless.files import write_whole
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
 from skipless.theory.certificate import Thresholds
+from skipless.training.distributed import plain
 from skipless.training.optim.half_weights import HalfWeights
 
 
 class Diverged(RuntimeError):
-    """A loss or gradient is not finite; `step`, counted from 1, is the first where that is so."""
+    """A loss, a gradient or what an update makes is not finite; `step`, counted from 1, is the first where that is so.
 
-    def __init__(self, step: int, text: str):
-        self.step = step
+    good: after so many steps all was well. The weights that a bad loss is of were bad after the step before it.
+    """
+
+    def __init__(self, step: int, text: str, good: int | None = None):
+        self.step, self.good = step, step - 2 if good is None else good
         super().__init__(text)
 
 
@@ -62,6 +67,34 @@ def check_finite(
         if not (math.isfinite(loss) and math.isfinite(gradient)):
             report = f"{norms_by_block(model, scale, half)} {advice(model)}".strip()
             raise Diverged(step, f"diverged at step {step}: loss {loss:g}, gradient norm {gradient:g}. {report}")
+
+
+@torch.no_grad()
+def check_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, anywhere: Callable[[bool], bool] = bool
+) -> None:
+    """Raise Diverged where a parameter or a number of the optimiser's state is not finite: nothing to be kept.
+
+    A loss and a gradient are those before the update, and may both be finite where it is not. anywhere: whether it is
+    so in any process, given whether it is so here.
+    """
+    named = {name: parameter for name, parameter in plain(model).named_parameters() if parameter.requires_grad}
+    states = {
+        f"{name}, {key} of its optimiser": value
+        for name, parameter in named.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    # a sharded tensor by the part that is here
+    parts = {name: getattr(value, "to_local", lambda v=value: v)() for name, value in {**named, **states}.items()}
+    tensors = {name: part for name, part in parts.items() if part.numel()}
+    largest = torch.stack([norm.float().cpu() for norm in torch._foreach_norm(list(tensors.values()), math.inf)])
+    bad = [name for name, finite in zip(tensors, largest.isfinite().tolist(), strict=True) if not finite]
+    if anywhere(bool(bad)):
+        where = f"{bad[0]} is not finite" if bad else "a process has a number that is not finite"
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        words = f"diverged at step {step}: after its update {where}{more}. {advice(plain(model))}"
+        raise Diverged(step, words, good=step - 1)
 
 
 def advice(model: nn.Module) -> str:

@@ -429,6 +429,18 @@ def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
     return 6.0 * matrix_parameters + 6.0 * model.depth * model.width * experiment.train.length
 
 
+def least_bytes(experiment: Experiment, processes: int = 1) -> float:
+    """What training takes at the very least in each of so many processes: far less than it will take.
+
+    Weights, gradients and one moment in float32; the rows' tokens; and the input of each block, in two bytes a number.
+    """
+    model, train = experiment.model, experiment.train
+    sharded = processes if train.strategy == "fsdp" else 1
+    rows = train.batch_size / processes
+    kept = rows / train.accumulate * train.length * model.width * model.depth
+    return 12.0 * model.matrix_parameters / sharded + 8.0 * rows * train.length + 2.0 * kept
+
+
 class Board:
     """TensorBoard's event files, where the package is installed."""
 

@@ -16,21 +16,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute_backward
 
+from skipless.console import check_fits
 from skipless.data.loader import Batch, Prefetch, TokenLoader
 from skipless.data.store import TokenStore
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.ops.precision import HALF, autocast, loss_scale
-from skipless.training.checkpoint import discard_from, load_checkpoint, save_checkpoint, save_weights
+from skipless.training.checkpoint import checkpoints_until, discard_from, load_checkpoint, save_checkpoint, save_weights
 from skipless.training.config import Experiment, TrainConfig
 from skipless.training.cuda_graph import GraphedStep, uses_graph, why_not
 from skipless.training.distributed import World, distribute, join_world, plain
-from skipless.training.divergence import Diverged, GradientWatch, check_finite, diagonal_warning, measure
+from skipless.training.divergence import Diverged, GradientWatch, check_finite, check_state, diagonal_warning, measure
 from skipless.training.evaluate import EvalResult, evaluate_loss
 from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, supports_half_weights
 from skipless.training.optim.build import Composite, build_optimizer, freeze, set_rates, warmup_cosine
 from skipless.training.optim.half_weights import HalfWeights
-from skipless.training.run import WEIGHTS, Board, Display, Line, RunFolder, flops_per_token
+from skipless.training.run import WEIGHTS, Board, Display, Line, RunFolder, flops_per_token, least_bytes
 
 _KINDS = 128  # of blocks that one process keeps compiled; torch's own limit of 8 sends later networks back to eager
 _SMALLEST_FACTOR = 2.0**-6  # of the rate, where a run that diverges goes on with half of it
@@ -267,6 +268,8 @@ class Trainer:
         shape = (config.length, config.batch_size, config.seed, world.rank, world.size)
         self.loader = TokenLoader(store, *shape, documents=data.packed)
         _check_rows(config, world)
+        smaller = "lower train.batch_size, raise train.accumulate, or make the network smaller"
+        check_fits(least_bytes(experiment, world.size), "this run", smaller, world.free_memory)
         self.valid = _valid_loader(experiment, world, store)
         self.board = Board(run.path / "tensorboard") if tensorboard and world.main else None
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
@@ -326,6 +329,7 @@ class Trainer:
         seconds = time.perf_counter() - self.began  # read here, where the device has done what was asked of it
         first = state.step + 1 - len(pending)
         check_finite(plain(self.model), first, losses, norms, self.train_step.gradient_scale, self.train_step.half)
+        check_state(self.model, self.optimizer, state.step, self.world.any)
         for loss in losses:  # App. H's exponential moving average
             state.ema = loss if state.ema is None else (1.0 - config.ema) * state.ema + config.ema * loss
         for step, norm in enumerate(norms, first):
@@ -389,11 +393,12 @@ class Trainer:
         from the one before it, or from the beginning.
         """
         if self.config.precision == "fp16":
-            error = Diverged(error.step, f"{error} float16 ends at 65504: train.precision=bf16 has a wider range.")
+            words = f"{error} float16 ends at 65504: train.precision=bf16 has a wider range."
+            error = Diverged(error.step, words, error.good)
         if self.config.on_divergence == "stop":
-            saved = sorted(path.name for path in self.run.checkpoints.glob("step-*"))
-            where = f"The last good checkpoint is {saved[-1]}." if saved else "There is no checkpoint yet."
-            raise Diverged(error.step, f"{error} {where}")
+            good = [path.name for path in checkpoints_until(self.run.checkpoints, error.good)]
+            where = f"The last good checkpoint is {good[-1]}." if good else "There is no good checkpoint."
+            raise Diverged(error.step, f"{error} {where}", error.good)
         factor = self.state.rate_factor / 2
         if factor < _SMALLEST_FACTOR:
             raise error
