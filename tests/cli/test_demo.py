@@ -22,8 +22,8 @@ from skipless.training.run import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = replace(SCALE, width=16, head_width=8, length=16, batch_size=2, training={**SCALE.training, "eval_tokens": 64})
-SHALLOW = replace(DEMO, arms=tuple(replace(arm, changes={"depth": 6}) for arm in DEMO.arms))
-ARMS = ("pre-ln", "standard", "e-spa")
+SHALLOW = replace(DEMO, arms=tuple(replace(arm, changes={**arm.changes, "depth": 6}) for arm in DEMO.arms))
+ARMS = ("pre-ln", "standard", "e-spa", "mirrored")
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +68,12 @@ def test_end_to_end_and_again(demo, monkeypatch) -> None:
     home = Path("skipless-demo")
     lines = out.splitlines()
     assert lines[1].split()[:3] == ["network", "skips", "norms"]
-    assert [line.split()[0] for line in lines[2:6]] == ["Pre-LN", "standard", "E-SPA", "counting"]
-    assert "E-SPA writes, after 6 steps:" in lines
+    assert [line.split()[0] for line in lines[2:7]] == ["Pre-LN", "standard", "E-SPA", "E-SPA", "counting"]
+    assert "E-SPA mirrored writes, after 6 steps:" in lines
     assert "    def " in out
-    assert lines[-1].count("counting symbols.") == 3
+    assert lines[-1].count("counting symbols.") == 4
     results = json.loads((home / "results.json").read_text())
-    for arm, row, line in zip(ARMS, results["networks"], lines[2:5], strict=True):
+    for arm, row, line in zip(ARMS, results["networks"], lines[2:6], strict=True):
         assert row["name"] == arm
         np.testing.assert_allclose(row["losses"], losses(arm), atol=1e-4)
         assert row["training_loss"] == pytest.approx(losses(arm)[-1])
@@ -82,13 +82,13 @@ def test_end_to_end_and_again(demo, monkeypatch) -> None:
     written = [Path(line.removeprefix("wrote ")) for line in lines if line.startswith("wrote ")]
     assert [path.name for path in written] == ["demo.png", "results.json", "sample.txt", "model.safetensors"]
     assert all(path.is_file() for path in written)
-    assert "3/3 E-SPA (skips: none, norms: none): 6 steps" in err
+    assert "4/4 E-SPA mirrored (skips: none, norms: none): 6 steps" in err
 
     monkeypatch.setattr(workers, "train", lambda *_, **__: pytest.fail("it trains again"))
     (home / "demo.png").unlink()
     again, err = demo("--steps", "6")
     assert again == out
-    assert err.count("trained already") == 3
+    assert err.count("trained already") == 4
     assert (home / "demo.png").is_file()
 
     home.rename("elsewhere")
@@ -167,6 +167,6 @@ def test_the_full_networks_take_a_step(demo, monkeypatch) -> None:
     monkeypatch.setattr(cli_demo, "DEMO", DEMO)
     monkeypatch.setattr(cli_demo, "demo_scale", demo_scale)
     out, _ = demo("--steps", "2")
-    verdicts = [line.rsplit("  ", 1)[1] for line in out.splitlines()[2:5]]
-    assert verdicts[0] == verdicts[2] == "preserved"
+    verdicts = [line.rsplit("  ", 1)[1] for line in out.splitlines()[2:6]]
+    assert verdicts[0] == verdicts[2] == verdicts[3] == "preserved"
     assert verdicts[1].startswith("collapse at block ")

@@ -1,4 +1,4 @@
-"""The demonstration's three arms: equal where they must be, apart where they are meant to be."""
+"""The demonstration's arms: equal where they must be, apart where they are meant to be."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from skipless.theory.schemes import ExponentialSPA, StandardAttention
 from skipless.training.config import Experiment, OptimizerConfig
 
 SMALL = replace(SCALE, width=16, head_width=8, length=16, batch_size=2, training={**SCALE.training, "eval_tokens": 100})
-SHALLOW = replace(DEMO, arms=tuple(replace(arm, changes={"depth": 6}) for arm in DEMO.arms))
+SHALLOW = replace(DEMO, arms=tuple(replace(arm, changes={**arm.changes, "depth": 6}) for arm in DEMO.arms))
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +36,37 @@ def runs(data: Path, scale: Scale = SCALE, seed: int = 0, table: PaperTable = DE
     return demo_runs(Setting.of(scale, Text.read(data)), seed, table)
 
 
-def test_arms_differ_in_network_and_rate_only(data: Path) -> None:
+def test_arms_differ_in_network_and_rates_only(data: Path) -> None:
     first, *others = (run.experiment for run in runs(data, demo_scale(20), seed=3))
     assert first.train.steps == 20
     assert first.train.seed == 3
     assert first.train.warmup == 2
     for other in others:
         assert (other.train, other.data) == (first.train, first.data)
-        assert dataclasses.replace(other.optimizer, rate=first.optimizer.rate) == first.optimizer
+        rates = {name: getattr(first.optimizer, name) for name in ("rate", "embedding_rate", "role_rates")}
+        assert dataclasses.replace(other.optimizer, **rates) == first.optimizer
         sizes = [dataclasses.asdict(e.model) for e in (first, other)]
         assert len({tuple(s[name] for name in ("depth", "width", "heads", "hidden", "vocab_size")) for s in sizes}) == 1
 
 
 def test_arms_are_what_the_table_says(data: Path) -> None:
-    pre_ln, standard, e_spa = runs(data, SMALL, table=SHALLOW)
-    assert [run.arm for run in (pre_ln, standard, e_spa)] == ["pre-ln", "standard", "e-spa"]
-    assert [run.experiment.model.skipless for run in (pre_ln, standard, e_spa)] == [False, True, True]
-    assert [run.experiment.model.norm for run in (pre_ln, standard, e_spa)] == ["pre", "pre", "none"]
-    assert isinstance(standard.experiment.model.scheme, StandardAttention)
-    assert e_spa.experiment.model.vanilla
+    found = runs(data, SMALL, table=SHALLOW)
+    assert [run.arm for run in found] == ["pre-ln", "standard", "e-spa", "mirrored"]
+    _, standard, e_spa, mirrored = models = [run.experiment.model for run in found]
+    assert [model.skipless for model in models] == [False, True, True, True]
+    assert [model.norm for model in models] == ["pre", "pre", "none", "none"]
+    assert isinstance(standard.scheme, StandardAttention)
+    assert e_spa.vanilla
+    assert mirrored.vanilla
+    assert (mirrored.mlp_init, mirrored.value_output) == ("mirrored", "identity")
+    assert isinstance(mirrored.scheme, ExponentialSPA)
+    assert mirrored.scheme.gamma_final == 0.05
 
 
 def test_e_spa_takes_the_repeat_rate_of_the_text(data: Path) -> None:
-    scheme = runs(data)[2].experiment.model.scheme
-    assert isinstance(scheme, ExponentialSPA)
-    assert scheme.repeat_rate == round(TokenStore(data).repeat_rate or 0.0, 3) == pytest.approx(0.498, abs=0.003)
+    for scheme in (run.experiment.model.scheme for run in runs(data)[2:]):
+        assert isinstance(scheme, ExponentialSPA)
+        assert scheme.repeat_rate == round(TokenStore(data).repeat_rate or 0.0, 3) == pytest.approx(0.498, abs=0.003)
 
 
 def test_experiments_survive_json(data: Path) -> None:
@@ -69,14 +75,16 @@ def test_experiments_survive_json(data: Path) -> None:
 
 
 def test_the_demo_is_deep_narrow_and_short(data: Path) -> None:
-    """36 × 96 on 64 bytes at a time; 120 steps of Muon, each arm at its own rate; probed, and resumable."""
-    for run, rate in zip(runs(data), (1e-2, 5e-4, 2e-3), strict=True):
+    """36 × 96 on 64 bytes at a time; 100 steps of Muon, each arm at its own rates; probed, and resumable."""
+    factors = {"query": 3.0, "key": 3.0, "up": 0.5, "down": 0.5}
+    rates = [(4e-2, 2e-3, {}), (5e-4, 2e-3, {}), (2e-3, 2e-3, {}), (8e-3, 2e-3, factors)]
+    for run, (rate, embedding, roles) in zip(runs(data), rates, strict=True):
         model, train, optimizer = run.experiment.model, run.experiment.train, run.experiment.optimizer
         assert (model.depth, model.width, model.heads, model.length) == (36, 96, 4, 64)
-        assert (train.steps, train.batch_size, train.length, train.warmup) == (120, 16, 64, 12)
-        assert (train.ema, train.eval_every, train.eval_tokens, train.on_divergence) == (0.1, 120, 16_384, "halve-lr")
-        assert (train.probe_at, train.checkpoint_every, train.keep) == ((0, 119), 50, 1)
-        assert optimizer == OptimizerConfig("muon", rate=rate, embedding_rate=2e-3)
+        assert (train.steps, train.batch_size, train.length, train.warmup) == (100, 16, 64, 10)
+        assert (train.ema, train.eval_every, train.eval_tokens, train.on_divergence) == (0.1, 100, 16_384, "halve-lr")
+        assert (train.probe_at, train.checkpoint_every, train.keep) == ((0, 99), 50, 1)
+        assert optimizer == OptimizerConfig("muon", rate=rate, embedding_rate=embedding, role_rates=roles)
         assert (run.experiment.name, run.weights) == (run.arm, True)
 
 

@@ -184,7 +184,7 @@ def kernels_by_stage(stages: Mapping[str, Mapping[int, np.ndarray]], heading: He
 # Inches. At 200 dots per inch a panel shows each of 64 locations as 3×3 whole pixels.
 _DEMO_PANEL, _DEMO_GAP, _ROW = 0.96, 0.1, 1.24
 _DEMO_LEFT, _DEMO_TOP, _DEMO_CURVES, _BESIDE = 0.3, 1.5, 4.3, 1.75
-_DEMO_COLOURS = (MUTED, VERMILION, BLUE)
+_DEMO_COLOURS = (MUTED, VERMILION, GREEN, BLUE)
 _LOWEST, _NEAREST = 0.05, 0.075  # share of the axis between its end and the curves, and between two labels
 
 
@@ -208,7 +208,7 @@ class ArmPicture:
 def demo_picture(arms: Sequence[ArmPicture], counting: float, heading: Heading) -> Figure:
     """Left the loss by step, with `counting` (nats) as the level of symbol frequencies; right kernels by depth.
 
-    Three networks: the reference, the one that fails and the one that is shown, in this order.
+    Up to four networks: the reference, the one that fails, and those that are shown.
     """
     blocks = list(arms[0].initial)
     across = len(blocks) * (_DEMO_PANEL + _DEMO_GAP) - _DEMO_GAP
@@ -245,7 +245,7 @@ def _draw_losses(axes: Axes, arms: Sequence[ArmPicture], counting: float) -> Non
     axes.set(xlim=(0, steps), ylim=(low - 0.25 * span, high + 0.9 * span), xlabel="step")
     axes.grid(axis="y")
     axes.axhline(counting, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-    for arm, colour in zip(arms, _DEMO_COLOURS, strict=True):
+    for arm, colour in zip(arms, _DEMO_COLOURS, strict=False):
         step = np.arange(1, len(arm.losses) + 1)
         axes.plot(step, arm.losses, color=colour, linewidth=0.7, alpha=0.28, zorder=2)
         axes.plot(step, smoothed(arm.losses), color=colour, linewidth=2.4, zorder=3)
