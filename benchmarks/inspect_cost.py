@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from skipless.inspection.hooks import find_blocks
 from skipless.inspection.inspect import inspect
 from skipless.inspection.load import build_family
+from skipless.inspection.stacks import find_blocks
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 

@@ -7,8 +7,9 @@ import torch
 
 from skipless.inspection import attention as inspection_attention
 from skipless.inspection.attention import AttentionStats, of_shaped
-from skipless.inspection.hooks import Recorder, find_blocks
+from skipless.inspection.hooks import Recorder
 from skipless.inspection.inspect import inspect
+from skipless.inspection.stacks import find_blocks
 from skipless.inspection.statistics import InspectOptions
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer

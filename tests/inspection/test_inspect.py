@@ -11,8 +11,8 @@ import skipless
 from skipless.figures.inspection import inspection_figure
 from skipless.figures.style import render
 from skipless.hf.modeling import SkiplessForCausalLM
-from skipless.inspection.hooks import find_blocks
 from skipless.inspection.inspect import inspect
+from skipless.inspection.stacks import find_blocks
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels

@@ -51,6 +51,7 @@ _MARKS = {
     "collapse": ("✖", VERMILION),
     "explosion": ("▲", VERMILION),
     "vanishing": ("▼", VERMILION),
+    "leak": ("⇄", VERMILION),
 }
 
 

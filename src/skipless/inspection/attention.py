@@ -32,11 +32,13 @@ Weights = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class AttentionStats:
     """Means over the queries that see more than one key, all heads and the first rows: entropy in nats; spread, the
-    entropy over that of a uniform distribution on the keys seen; first, the weight on the first key."""
+    entropy over that of a uniform distribution on the keys seen; first and own, the weight on the first key and on the
+    query's own location."""
 
     entropy: float
     spread: float
     first: float
+    own: float
 
     @classmethod
     def of(cls, sums: Tensor) -> "AttentionStats":
@@ -46,7 +48,7 @@ class AttentionStats:
 
 
 def summed(shape: tuple[int, int, int, int], weights: Weights, device: torch.device) -> Tensor:
-    """[Σ entropy, Σ spread, Σ first, count] for attention of `shape` (rows, heads, queries, keys), on its device.
+    """[Σ entropy, Σ spread, Σ first, Σ own, count] of attention of `shape` (rows, heads, queries, keys).
 
     weights(row, queries) gives, for a row of the batch and the indices of some queries, the weights (heads, queries,
     keys), where nothing is seen any numbers at all, and which keys are visible, broadcastable to them.
@@ -54,10 +56,10 @@ def summed(shape: tuple[int, int, int, int], weights: Weights, device: torch.dev
     rows, heads, queries, keys = shape
     chosen = evenly(queries, device)
     step = max(_CHUNK // (8 * heads * keys), 1)
-    total = torch.zeros(4, device=device)
+    total = torch.zeros(5, device=device)
     for row in range(min(rows, MOST_ROWS)):
         for some in chosen.split(step):
-            total = total + _sums(*weights(row, some))
+            total = total + _sums(*weights(row, some), some + keys - queries)
     return total
 
 
@@ -68,12 +70,14 @@ def evenly(count: int, device: torch.device) -> Tensor:
     return torch.linspace(0, count - 1, MOST_QUERIES, device=device).round().long()
 
 
-def _sums(weights: Tensor, visible: Tensor) -> Tensor:
+def _sums(weights: Tensor, visible: Tensor, places: Tensor) -> Tensor:
     weights = weights.to(wide(weights))
     keys = visible.sum(-1).expand(weights.shape[:-1])
     choosing = keys > 1
     entropy = torch.special.entr(weights).sum(-1)
-    values = (entropy, entropy / keys.clamp(min=2).to(entropy.dtype).log(), weights[..., 0], torch.ones_like(entropy))
+    own = weights.gather(-1, places.clamp(min=0).expand(weights.shape[:-1])[..., None])[..., 0]
+    spread = entropy / keys.clamp(min=2).to(entropy.dtype).log()
+    values = (entropy, spread, weights[..., 0], own, torch.ones_like(entropy))
     return torch.stack([torch.where(choosing, value, 0.0).sum() for value in values])
 
 
@@ -164,11 +168,14 @@ def _seen(func, args: tuple, kwargs: dict, out) -> Tensor | None:
     square = isinstance(out, Tensor) and out.dim() in (3, 4) and out.shape[-1] == out.shape[-2] > 1
     if func in _SOFTMAX and square:
         every = out if out.dim() == 4 else out[None, :MOST_ROWS]
+        scores = (args[0] if args else kwargs["input"]).reshape(every.shape) if out.dim() == 4 else None
         rows, heads, length, _ = every.shape
 
         def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
             some = every[row][:, queries]
-            return some, some > 0
+            if scores is None:
+                return some, some > 0
+            return some, scores[row][:, queries] > torch.finfo(scores.dtype).min / 2  # a saturated softmax has zeros
 
         return summed((rows, heads, length, length), weights, out.device)
     return None

@@ -12,11 +12,13 @@ import numpy as np
 from torch import nn
 
 from skipless.inspection.diagnosis import Structure, diagnose
-from skipless.inspection.gradients import gradient_norms
-from skipless.inspection.hooks import Recorder, find_blocks, uncompiled
+from skipless.inspection.faults import Evidence
+from skipless.inspection.gradients import gradients_held, weights_of
+from skipless.inspection.hooks import Recorder, uncompiled
 from skipless.inspection.inputs import padding, rows_and_length
 from skipless.inspection.inspect import assemble
 from skipless.inspection.inspection import Inspection
+from skipless.inspection.stacks import find_blocks
 from skipless.inspection.statistics import InspectOptions
 
 
@@ -123,8 +125,10 @@ class SignalCallback:
             return None
         measuring = recorder.watch.seconds  # waits until a GPU has done this step's work, which is not ours
         started = time.perf_counter()
-        signals, locations = assemble(recorder, gradient_norms(self.blocks))
-        verdict, advice = diagnose(signals, Structure.of(self.model, self.blocks, signals))
+        gradients, weights = gradients_held(self.blocks), [weights_of(block) for _, block in self.blocks]
+        signals, locations = assemble(recorder, gradients, weights)
+        evidence = Evidence(signals, weights, [each.matrices for each in gradients])
+        verdict, advice = diagnose(evidence, Structure.of(self.model, self.blocks, signals))
         found = Inspection(type(self.model).__name__, signals, verdict, advice, None, locations)
         self.history.append((step, found))
         self._next = step + self.every

@@ -1,12 +1,13 @@
 """Diagnosis: where a measured signal is lost, which block is at fault, and what to change."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from skipless.inspection.faults import Evidence, at, first_fault
 from skipless.inspection.inspection import BlockSignal
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
@@ -15,13 +16,6 @@ from skipless.theory.feasibility import round_up, smallest_gamma_final
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 
 _CARRIED = 0.1  # cosine of a location with itself one block earlier; about 0 without a shortcut, in any width
-# Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
-# network brings a large embedding to unit norm.
-_NORM_JUMP = 1e4
-# A gradient, or a matrix, this much smaller than in both neighbours.
-_DIP = 1e-4
-# 1 − spread of attention that is uniform up to rounding. A small embedding before the first norm comes to about 1e-5.
-_UNIFORM = 1e-9
 _GAMMA = 0.005  # the paper's final decay rate without shortcuts
 
 
@@ -61,17 +55,15 @@ def _config(model: Any) -> ModelConfig | None:
     return None
 
 
-def diagnose(
-    signals: Sequence[BlockSignal], structure: Structure, thresholds: Thresholds | None = None
-) -> tuple[Verdict, str]:
+def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | None = None) -> tuple[Verdict, str]:
     """The verdict and what to change.
 
-    A block that differs from its neighbours by orders of magnitude is a fault of that block, unless the forward signal
-    was lost before it; otherwise the first block where it is lost, collapse before norms before gradients.
+    A block that is at fault by itself comes first, unless the forward signal was lost before it; otherwise the first
+    block where it is lost, collapse before norms before gradients.
     """
-    limits = thresholds or Thresholds()
+    limits, signals = thresholds or Thresholds(), evidence.signals
     lost = _first(signals, structure, limits, (_broken, _collapsed, _norms_lost))
-    fault = first_fault(signals)
+    fault = first_fault(evidence)
     if fault is not None and (lost is None or lost.block is None or fault.block <= lost.block):
         return fault.verdict, fault.advice
     verdict = lost or _first(signals, structure, limits, (_gradients_lost,)) or _preserved(signals, structure, limits)
@@ -85,11 +77,11 @@ def _first(signals: Sequence[BlockSignal], structure: Structure, limits: Thresho
 def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
     for each in signals:
         if not math.isfinite(each.norm_max):
-            return Verdict("explosion", each.block, f"Activations are not finite {_at(each)}.")
+            return Verdict("explosion", each.block, f"Activations are not finite {at(each)}.")
         if each.norm_mean == 0:
-            return Verdict("vanishing", each.block, f"Activations are all zero {_at(each)}.")
+            return Verdict("vanishing", each.block, f"Activations are all zero {at(each)}.")
         if math.isnan(each.cosine_mean):
-            text = f"Activations are zero {_at(each)} but for at most one location of each row: none can be compared."
+            text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
             return Verdict("vanishing", each.block, text)
     return None
 
@@ -97,7 +89,7 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresh
 def _collapsed(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
     for each in signals:
         if each.cosine_mean > limits.collapse_cosine:
-            text = f"Rank collapse {_at(each)}: the mean cosine between locations is {each.cosine_mean:.4f}"
+            text = f"Rank collapse {at(each)}: the mean cosine between locations is {each.cosine_mean:.4f}"
             text += f", the effective rank {each.effective_rank:.1f}" if math.isfinite(each.effective_rank) else ""
             return Verdict("collapse", each.block, f"{text}.{_query_key_words(signals, each.block)}")
     return None
@@ -110,10 +102,10 @@ def _norms_lost(signals: Sequence[BlockSignal], structure: Structure, limits: Th
     start = signals[0].norm_mean
     for each in signals[1:]:
         if each.norm_max > limits.lost_norm * start:
-            text = f"Norms explode {_at(each)}: squared norm {each.norm_max / start:.3g} times the input's."
+            text = f"Norms explode {at(each)}: squared norm {each.norm_max / start:.3g} times the input's."
             return Verdict("explosion", each.block, text)
         if each.norm_mean < start / limits.lost_norm:
-            text = f"Norms vanish {_at(each)}: squared norm {each.norm_mean / start:.3g} times the input's."
+            text = f"Norms vanish {at(each)}: squared norm {each.norm_mean / start:.3g} times the input's."
             return Verdict("vanishing", each.block, text)
     return None
 
@@ -123,16 +115,16 @@ def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, limits
     for each in reversed(signals):
         gain = each.gradient_mean
         if not all(map(math.isfinite, [gain or 0.0, *each.parameter_gradients.values()])):
-            return Verdict("explosion", max(each.block, 1), f"Gradients are not finite {_at(each)}.")
+            return Verdict("explosion", max(each.block, 1), f"Gradients are not finite {at(each)}.")
         if gain is None or each.block == 0:
             continue
         if gain == 0:
-            return Verdict("vanishing", each.block, f"Gradients are all zero {_at(each)}.")
+            return Verdict("vanishing", each.block, f"Gradients are all zero {at(each)}.")
         if not gain < limits.lost_gradient:
-            text = f"Gradients explode {_at(each)}: squared gradient norm {gain:.3g} times the output's."
+            text = f"Gradients explode {at(each)}: squared gradient norm {gain:.3g} times the output's."
             return Verdict("explosion", each.block, text)
         if not gain > 1 / limits.lost_gradient:
-            text = f"Gradients vanish {_at(each)}: squared gradient norm {gain:.3g} times the output's."
+            text = f"Gradients vanish {at(each)}: squared gradient norm {gain:.3g} times the output's."
             return Verdict("vanishing", each.block, text)
     return None
 
@@ -163,105 +155,29 @@ def _query_key_words(signals: Sequence[BlockSignal], block: int) -> str:
     )
 
 
-def _at(each: BlockSignal) -> str:
-    return "at the input, before any block" if each.block == 0 else f"at block {each.block} ({each.name})"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The verdict on one block, and what to look at there."""
-
-    block: int
-    verdict: Verdict
-    advice: str
-
-
-def first_fault(signals: Sequence[BlockSignal]) -> Fault | None:
-    """The first faulty block: dead values or outputs, uniform attention, or a jump in norm; else None."""
-    for each in signals[1:]:
-        for rule in (_dead_values, _uniform_attention, _norm_jump):
-            fault = rule(signals, each)
-            if fault is not None:
-                return fault
-    return None
-
-
-def _dead_values(signals: Sequence[BlockSignal], each: BlockSignal) -> Fault | None:
-    """W_V = 0 leaves W_O without a gradient, W_O = 0 leaves W_V without; sizes tell them also without gradients."""
-    for group, partner, symbol in (("value", "output", "W_V"), ("output", "value", "W_O")):
-        empty = _dips(signals, each.block, lambda s, g=group: s.parameter_sizes.get(g))
-        silent = _dips(signals, each.block, lambda s, g=partner: s.parameter_gradients.get(g))
-        if empty or silent:
-            text = (
-                f"Attention of block {each.block} ({each.name}) gives nothing: its {group}s ({symbol}) are zero or "
-                "nearly so, unlike those of the blocks around it."
-            )
-            look = f"Look at {symbol} of {each.name}: its initialisation, a mask, a frozen or unloaded weight."
-            return Fault(each.block, Verdict("vanishing", each.block, text), look)
-    return None
-
-
-def _uniform_attention(signals: Sequence[BlockSignal], each: BlockSignal) -> Fault | None:
-    left = _distance_to_uniform(each)
-    distance = left is not None and left < _UNIFORM and _dips(signals, each.block, _distance_to_uniform)
-    empty = any(_dips(signals, each.block, lambda s, g=g: s.parameter_sizes.get(g)) for g in ("query", "key"))
-    silent = all(_dips(signals, each.block, lambda s, g=g: s.parameter_gradients.get(g)) for g in ("query", "key"))
-    if not (distance or empty or silent):
-        return None
-    text = (
-        f"Attention of block {each.block} ({each.name}) is uniform: it averages all locations whatever they hold, "
-        "while the blocks around it attend to content."
-    )
-    look = f"Look at queries and keys of {each.name}: zero weights, a scale of 0, or scores that are overwritten."
-    return Fault(each.block, Verdict("collapse", each.block, text), look)
-
-
-def _norm_jump(signals: Sequence[BlockSignal], each: BlockSignal) -> Fault | None:
-    before, after = signals[each.block - 1].norm_mean, each.norm_mean
-    if not before > 0 or not after > 0:
-        return None
-    ratio = after / before
-    if ratio < 1 / _NORM_JUMP:
-        kind, word = "vanishing", "drops"
-    elif ratio > _NORM_JUMP and each.block > 1:  # a small embedding may grow at once in the first block
-        kind, word = "explosion", "jumps"
-    else:
-        return None
-    text = f"The squared norm {word} at block {each.block} ({each.name}) by a factor of {ratio:.2g}, in one block."
-    look = (
-        f"Look at {each.name}: a factor on its output, or weights {ratio**0.5:.2g} times as large as its neighbours'."
-    )
-    return Fault(each.block, Verdict(kind, each.block, text), look)
-
-
-def _distance_to_uniform(each: BlockSignal) -> float | None:
-    return None if each.attention_spread is None else max(1.0 - each.attention_spread, 0.0)
-
-
-def _dips(signals: Sequence[BlockSignal], block: int, value: Callable[[BlockSignal], float | None]) -> bool:
-    """Whether the value is below _DIP times that of both neighbours; at an end, of the two next blocks."""
-    last = len(signals) - 1
-    near = [b for b in (block - 1, block + 1) if 1 <= b <= last]
-    if len(near) == 1:
-        near += [b for b in (block - 2, block + 2) if 1 <= b <= last][:1]
-    here, others = value(signals[block]), [value(signals[b]) for b in near]
-    if here is None or not others:
-        return False
-    return all(other is not None and 1e-12 < other < math.inf and here < _DIP * other for other in others)
-
-
 def advise(verdict: Verdict, signals: Sequence[BlockSignal], structure: Structure) -> str:
     """Plain words, most effective change first."""
+    if verdict.block == 0 and not math.isfinite(signals[0].norm_max):
+        return "What enters the first block is not finite: look at the embedding's weights, and at the batch."
     if verdict.block == 0:
-        return "The batch itself carries no signal: its locations are alike or zero. Inspect with real data."
+        return (
+            "The batch itself carries no signal: its locations are alike or zero. Inspect with real data, and look at "
+            "the embedding."
+        )
     if verdict.kind == "drift":
         return _against_drift(signals, structure)
     if verdict.kind == "collapse":
         return _against_collapse(signals, structure)
-    last = signals[-1].gradient_mean
-    if verdict.block == signals[-1].block and last is not None and not 0 < last < math.inf:
+    if from_behind(verdict, signals):
         return "This gradient comes from what follows the last block: look at the head and at the loss."
     return _against_scale(verdict, structure)
+
+
+def from_behind(verdict: Verdict, signals: Sequence[BlockSignal]) -> bool:
+    """Whether the gradient is lost before it reaches the last block, so that the head or the loss is at fault."""
+    last = signals[-1].gradient_mean
+    backward = verdict.text.startswith("Gradients") and verdict.block == signals[-1].block
+    return backward and last is not None and not 0 < last < math.inf
 
 
 def _against_drift(signals: Sequence[BlockSignal], structure: Structure) -> str:

@@ -1,6 +1,7 @@
-"""Gradients by block and by kind of parameter."""
+"""Parameters of a block: their sizes and their gradients, one by one and by kind."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ _INTERLEAVED = ("query_key_value",)  # GPT-NeoX and Bloom: query, key and value 
 class Member:
     """One parameter of a block: its group, or how to cut a fused query-key-value matrix into three."""
 
+    name: str
     parameter: nn.Parameter
     group: str
     axis: int = 0
@@ -40,6 +42,10 @@ class Member:
             values = values.unflatten(axis, (self.heads, 3, -1)).transpose(axis, axis + 1).flatten(axis, axis + 2)
         yield from zip(("query", "key", "value"), values.split(self.sizes, dim=axis), strict=True)
 
+    def label(self, group: str) -> str:
+        """The parameter's name, with the part of it where it is cut into three."""
+        return self.name if self.sizes is None else f"{self.name} ({group} part)"
+
 
 def members(block: nn.Module) -> list[Member]:
     """Every parameter of the block with its group."""
@@ -53,12 +59,12 @@ def _member(block: nn.Module, name: str, parameter: nn.Parameter) -> Member:
         return _fused(block, name, parameter)
     for group, names in _NAMES.items():
         if in_attention and any(part in names for part in parts):
-            return Member(parameter, group)
+            return Member(name, parameter, group)
     if any("norm" in part or part.startswith("ln_") or part in ("ln1", "ln2", "ln") for part in parts):
-        return Member(parameter, "norm")
+        return Member(name, parameter, "norm")
     if in_attention:
-        return Member(parameter, "output" if any(p in ("weight", "bias") for p in parts[-1:]) else "other")
-    return Member(parameter, "mlp" if parts[-1] in ("weight", "bias") else "other")
+        return Member(name, parameter, "output" if any(p in ("weight", "bias") for p in parts[-1:]) else "other")
+    return Member(name, parameter, "mlp" if parts[-1] in ("weight", "bias") else "other")
 
 
 def _fused(block: nn.Module, name: str, parameter: nn.Parameter) -> Member:
@@ -71,13 +77,13 @@ def _fused(block: nn.Module, name: str, parameter: nn.Parameter) -> Member:
     parts = heads + 2 * kv_heads if heads and kv_heads else 3
     interleaved = heads if owner_name.rpartition(".")[2].lower() in _INTERLEAVED else None
     if interleaved and rows % (3 * interleaved):
-        return Member(parameter, "other")
+        return Member(name, parameter, "other")
     if not interleaved and kv_heads != heads and rows % parts == 0:
         width = rows // parts
-        return Member(parameter, "fused", axis, (heads * width, kv_heads * width, kv_heads * width))
+        return Member(name, parameter, "fused", axis, (heads * width, kv_heads * width, kv_heads * width))
     if rows % 3:
-        return Member(parameter, "other")
-    return Member(parameter, "fused", axis, (rows // 3, rows // 3, rows // 3), interleaved)
+        return Member(name, parameter, "other")
+    return Member(name, parameter, "fused", axis, (rows // 3, rows // 3, rows // 3), interleaved)
 
 
 def _heads(block: nn.Module) -> tuple[int, int]:
@@ -91,6 +97,9 @@ def _heads(block: nn.Module) -> tuple[int, int]:
     return 0, 0
 
 
+Squares = dict[tuple[str, str], Tensor]  # squared norms by (group, label)
+
+
 class GradientTaker:
     """A context in which every parameter's gradient is reduced to norms and dropped at once.
 
@@ -98,7 +107,7 @@ class GradientTaker:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]):
-        self._squares: list[dict[str, Tensor]] = [{} for _ in blocks]
+        self._squares: list[Squares] = [{} for _ in blocks]
         self._blocks = [members(block) for _, block in blocks]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._saved: list[Tensor | None] = []
@@ -117,7 +126,7 @@ class GradientTaker:
             hook = parameter.register_post_accumulate_grad_hook(self._taker(owners.get(id(parameter))))
             self._open.callback(hook.remove)
         for squares, block in zip(self._squares, self._blocks, strict=True):
-            squares.update(dict.fromkeys(_groups_of(m for m in block if m.parameter.requires_grad), torch.zeros(())))
+            squares.update(_nothing(block))
         return self
 
     def __exit__(self, *error) -> None:
@@ -134,49 +143,104 @@ class GradientTaker:
         return take
 
     @property
-    def groups(self) -> list[dict[str, float]]:
-        """Norms of the gradients that were taken, by block and group."""
-        return [_roots(squares) for squares in self._squares]
+    def taken(self) -> "list[BlockGradients]":
+        """Norms of the gradients that were taken, by block; 0 where none came."""
+        return [BlockGradients.of(squares) for squares in self._squares]
 
 
-def gradient_norms(blocks: Sequence[tuple[str, nn.Module]]) -> list[dict[str, float]]:
-    """Norms of the gradients that parameters hold now, by block and group."""
-    found: list[dict[str, float]] = []
+@dataclass(frozen=True)
+class BlockGradients:
+    """Gradient norms of one block's parameters that learn: by group, and of each matrix."""
+
+    groups: dict[str, float]
+    matrices: dict[str, float]
+
+    @classmethod
+    def of(cls, squares: Squares) -> "BlockGradients":
+        """Experts of a mixture count together: a batch need not reach all of them."""
+        labels = list(squares)
+        values = torch.stack([squares[label].double().cpu() for label in labels]).tolist() if labels else []
+        groups: dict[str, float] = {}
+        matrices: dict[str, float] = {}
+        for (group, label), value in zip(labels, values, strict=True):
+            groups[group] = groups.get(group, 0.0) + value
+            if label:
+                name = re.sub(r"(experts?)\.\d+\.", r"\1.*.", label)
+                matrices[name] = matrices.get(name, 0.0) + value
+        ordered = {group: groups[group] ** 0.5 for group in GROUPS if group in groups}
+        return cls(ordered, {name: value**0.5 for name, value in matrices.items()})
+
+
+def gradients_held(blocks: Sequence[tuple[str, nn.Module]]) -> list[BlockGradients]:
+    """Norms of the gradients that parameters hold now, by block."""
+    found = []
     for _, block in blocks:
-        squares: dict[str, Tensor] = {}
+        squares: Squares = {}
         for member in members(block):
             if member.parameter.grad is not None:
                 _add(squares, member, member.parameter.grad)
-        found.append(_roots(squares))
+        found.append(BlockGradients.of(squares))
     return found
 
 
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of a block, or a part of a fused one: root mean square entry, not finite where an entry is not;
+    empty, how many of its rows (experts, where it is three-dimensional) or columns are all zero."""
+
+    group: str
+    matrix: bool
+    entries: int
+    size: float
+    empty: int
+
+
 @torch.no_grad()
-def matrix_sizes(block: nn.Module) -> dict[str, float]:
-    """Root mean square entry of a block's matrices, by group."""
-    squares: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
+def weights_of(block: nn.Module) -> dict[str, Weight]:
+    """Every parameter of the block by its label."""
+    found, numbers = [], []
     for member in members(block):
-        if member.parameter.dim() < 2:
-            continue
-        _add(squares, member, member.parameter)
-        for group, part in member.pieces(member.parameter):
-            counts[group] = counts.get(group, 0) + part.numel()
-    return {group: norm / max(counts[group], 1) ** 0.5 for group, norm in _roots(squares).items()}
+        for group, part in member.pieces(member.parameter.detach()):
+            if not part.numel() or not part.is_floating_point() or part.is_meta:
+                continue
+            whole = part.flatten(1) if part.dim() > 1 else part[None] if part.dim() else part[None, None]
+            rows = torch.linalg.vector_norm(whole, dim=1, dtype=wide(whole))
+            columns = torch.linalg.vector_norm(whole, dim=0, dtype=torch.float32) if part.dim() == 2 else rows
+            size = torch.linalg.vector_norm(rows) / part.numel() ** 0.5
+            numbers.append(torch.stack([size, (rows == 0).sum().to(size), (columns == 0).sum().to(size)]))
+            found.append((member.label(group), group, part.dim() > 1, part.numel()))
+    values = torch.stack([each.to("cpu") for each in numbers]).tolist() if numbers else []
+    return {
+        label: Weight(group, matrix, entries, size, int(max(empty, across)) if matrix else 0)
+        for (label, group, matrix, entries), (size, empty, across) in zip(found, values, strict=True)
+    }
 
 
-def _groups_of(block: Iterable[Member]) -> list[str]:
-    """Groups with a gradient to come, in one order: a fused matrix stands for three."""
-    found = {name for m in block for name in (("query", "key", "value") if m.sizes else (m.group,))}
-    return [group for group in GROUPS if group in found]
+def matrix_sizes(weights: Mapping[str, Weight]) -> dict[str, float]:
+    """Root mean square entry of a block's matrices, by group."""
+    totals: dict[str, tuple[float, int]] = {}
+    for weight in (each for each in weights.values() if each.matrix):
+        square, entries = totals.get(weight.group, (0.0, 0))
+        totals[weight.group] = square + weight.size**2 * weight.entries, entries + weight.entries
+    return {group: (square / entries) ** 0.5 for group, (square, entries) in totals.items()}
 
 
-def _add(squares: dict[str, Tensor], member: Member, values: Tensor) -> None:
+def _nothing(block: Iterable[Member]) -> Squares:
+    """Zeros for every parameter that learns: a fused matrix stands for three."""
+    found: Squares = {}
+    for member in block:
+        if member.parameter.requires_grad:
+            groups = ("query", "key", "value") if member.sizes else (member.group,)
+            found |= {_place(member, group): torch.zeros(()) for group in groups}
+    return found
+
+
+def _place(member: Member, group: str) -> tuple[str, str]:
+    return group, member.label(group) if member.parameter.dim() > 1 else ""
+
+
+def _add(squares: Squares, member: Member, values: Tensor) -> None:
     for group, part in member.pieces(values.detach()):
         norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
-        square = norm.to(wide(norm)).square()
-        squares[group] = squares[group] + square if group in squares else square
-
-
-def _roots(squares: dict[str, Tensor]) -> dict[str, float]:
-    return {group: float(square) ** 0.5 for group, square in squares.items()}
+        square, place = norm.to(wide(norm)).square(), _place(member, group)
+        squares[place] = squares[place] + square if place in squares else square

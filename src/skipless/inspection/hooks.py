@@ -4,6 +4,7 @@ One forward and one backward serve every number. Nothing but numbers is stored o
 read before both are over, so that a GPU is never waited for.
 """
 
+import math
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,81 +15,21 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from skipless.console import nearest
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
 from skipless.inspection.statistics import ActivationStats, Described, InspectOptions, describe, wide
 from skipless.nn.attention import ShapedAttention
 
-_ATTENTION = ("attention", "attn")
 _TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
-def find_blocks(model: nn.Module, names: Sequence[str] | str | None = None) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every block, first to last.
-
-    names may be one list's name ("model.layers"), the names of the blocks themselves in order, or None: then the
-    longest nn.ModuleList or nn.Sequential whose members each hold attention, the first one where two are as long.
-    """
-    if isinstance(names, str):
-        return _members(model, names)
-    if names is not None:
-        if not names:
-            raise ValueError("blocks is empty; name at least one module, or leave it out to have them found")
-        return [(name, _module(model, name)) for name in names]
-    lists = [
-        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
-    ]
-    found = [(name, module) for name, module in lists if _alike_with_attention(module)]
-    if not found:
-        raise ValueError(_nothing_found(model, lists))
-    name, _ = max(found, key=lambda pair: len(pair[1]))
-    return _members(model, name)
-
-
-def holds_attention(module: nn.Module) -> bool:
-    """Whether the module is or contains attention, going by the names of modules and classes."""
-    return any(
-        word in part
-        for name, each in module.named_modules()
-        for part in (name.lower(), type(each).__name__.lower())
-        for word in _ATTENTION
-    )
-
-
-def _alike_with_attention(group: nn.ModuleList | nn.Sequential) -> bool:
-    """Members of one class, or of several (as in networks that mix two kinds of block), each with attention."""
-    return len(group) > 0 and all(next(m.children(), None) is not None and holds_attention(m) for m in group)
-
-
-def _members(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    group = _module(model, name)
-    if not isinstance(group, nn.ModuleList | nn.Sequential):
-        return [(name, group)]
-    return [(f"{name}.{index}" if name else index, member) for index, member in group.named_children()]
-
-
-def _module(model: nn.Module, name: str) -> nn.Module:
-    modules = dict(model.named_modules())
-    if name not in modules:
-        raise ValueError(f"the model has no module {name!r}; {nearest(name, modules)}")
-    return modules[name]
-
-
-def _nothing_found(model: nn.Module, lists: Sequence[tuple[str, nn.Module]]) -> str:
-    seen = ", ".join(f"{name or 'the model itself'} ({len(list(module.children()))})" for name, module in lists[:8])
-    return (
-        f"{type(model).__name__} has no list of modules that each hold attention (lists seen: {seen or 'none'}); "
-        "name its blocks: blocks=['encoder.0', 'encoder.1', …] or blocks='encoder'"
-    )
 
 
 class Recorder:
     """A context in which the given blocks are measured. Outside it the model has no hook of ours.
 
-    live is for a training loop: each block's first run counts, further ones (gradient accumulation, recomputed
-    activations) are let pass, and refused says why a batch cannot be measured. Otherwise that is an error, as is a
-    block that runs twice, since its numbers would be of two places.
+    refused says why they could not be: a batch without two locations, or a block that runs twice, since its numbers
+    would be of two places. live is for a training loop: each block's first run counts, further ones (gradient
+    accumulation, recomputed activations) are let pass.
     """
 
     def __init__(self, blocks: Sequence[tuple[str, nn.Module]], options: InspectOptions, *, live: bool = False):
@@ -98,10 +39,13 @@ class Recorder:
         self.watch = Stopwatch()
         self.current: int | None = None
         self.refused: str | None = None
+        self.started = math.inf
+        self.attached: dict[int, bool] = {}
         self._carries: dict[int, Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
+        self._returned: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
-        self._swapped = False
+        self._swapped = self._channels = self._expected = False
         self._entered: Tensor | None = None
         self._open = ExitStack()
 
@@ -126,14 +70,29 @@ class Recorder:
         return [each.numbers() for each in self.described]
 
     @property
-    def carries(self) -> dict[int, float]:
-        """Mean cosine of a location before and after a block, by block from 1."""
-        return {index: float(value) for index, value in self._carries.items()}
+    def carries(self) -> dict[int, tuple[float, float]]:
+        """(carry, kept) as in BlockSignal, by block from 1."""
+        return {index: (carry, kept) for index, (carry, kept) in ((i, v.tolist()) for i, v in self._carries.items())}
 
     @property
     def gradients(self) -> dict[int, np.ndarray]:
         """Squared norms (rows, T) of the gradient at each block's output, 0 being the first one's input."""
         return {index: value.cpu().numpy() for index, value in self._gradients.items()}
+
+    @property
+    def returned(self) -> dict[int, np.ndarray]:
+        """The same of the gradient that each block hands to what comes before it, by block from 1."""
+        return {index: value.cpu().numpy() for index, value in self._returned.items()}
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the stream is (T, rows, width)."""
+        return self._swapped
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block ran and was measured."""
+        return self.refused is None and len(self.described) == len(self.blocks) + 1
 
     @property
     def real(self) -> np.ndarray:
@@ -164,17 +123,29 @@ class Recorder:
         def hook(module: nn.Module, args: tuple, kwargs: dict):
             if not self._first_run(index):
                 return None
-            x, changed = hidden([*args, *kwargs.values()]), None
+            try:
+                x, changed = hidden([*args, *kwargs.values()]), None
+            except ValueError as error:
+                self.refused = str(error)
+                return None
             if index == 1:
+                self.started = time.perf_counter()
                 if not x.requires_grad and not self.live and torch.is_grad_enabled():
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = _exchanged(args, kwargs, x, lifted)
                     x = lifted
-                self._swapped = batch_second(x, (block for _, block in self.blocks), self.options.batch_shape)
+                blocks = [block for _, block in self.blocks]
+                self._swapped = batch_second(x, blocks, self.options.batch_shape, self.options.one_row)
+                self._channels = channels_first(x, blocks)
                 if not self._accepts(self._rows(x)):
                     return None
                 self._note(0, x)
+            if x.requires_grad and not self.live:
+                old, x = x, x.clone()  # so that what this block hands back is told from what hooks make of it
+                changed = _exchanged(*(changed or (args, kwargs)), old, x)
+                x.register_hook(lambda gradient: self._arrived(index, gradient, self._returned))
             self._entered, self.current = x.detach(), index
+            self._expected = x.requires_grad or any(p.requires_grad for p in module.parameters())
             return changed
 
         return hook
@@ -183,10 +154,17 @@ class Recorder:
         def hook(module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
             if self.current != index:
                 return
-            x = hidden(out)
-            if self._entered is not None and self._entered.shape == x.shape:
-                self._carries[index] = _carry(self._entered, x)
-            self.current, self._entered = None, None
+            self.current, entered, self._entered = None, self._entered, None
+            try:
+                x = hidden(out)
+                rows_first(x, False)
+            except ValueError as error:
+                self.refused = str(error)
+                return
+            if entered is not None and entered.shape == x.shape:
+                self._carries[index] = _carried(self._rows(entered), self._rows(x))
+            if self._expected and (torch.is_grad_enabled() or not self.live):
+                self.attached[index] = x.requires_grad
             self._note(index, x)
             if index == len(self.blocks) and not self.live:
                 self.last = x
@@ -194,27 +172,28 @@ class Recorder:
         return hook
 
     def _first_run(self, index: int) -> bool:
-        """Whether this run of a block counts; raises where it comes out of turn."""
+        """Whether this run of a block counts; where it comes out of turn, none does."""
         expected = max(len(self.described), 1)
-        if index == expected and self.refused is None:
-            return True
-        if self.live:
-            return False
-        name = self.blocks[index - 1][0]
-        if index < expected:
-            raise ValueError(f"block {name} ran twice in one forward (shared weights?), so its signal has two depths")
-        raise ValueError(f"block {name} ran before {self.blocks[expected - 1][0]}; name blocks in the order they run")
+        if self.refused is not None or index == expected:
+            return self.refused is None
+        if not self.live:
+            name = self.blocks[index - 1][0]
+            before = f"block {name} ran before {self.blocks[min(expected, len(self.blocks)) - 1][0]}"
+            self.refused = (
+                f"block {name} ran twice in one forward (shared weights?), so its signal has two depths"
+                if index < expected
+                else f"{before}; name blocks in the order they run"
+            )
+        return False
 
     def _accepts(self, x: Tensor) -> bool:
         rows, mask = self.options.rows, self.options.mask
-        if self.live and mask is not None and mask.shape != x.shape[:2]:
+        if (self.live or self.options.several) and mask is not None and mask.shape != x.shape[:2]:
             mask = None  # of something else, such as a text without the image before it
             self.options = replace(self.options, mask=None)
         try:
             check_locations(x[:rows], None if mask is None else mask[:rows])
         except ValueError as error:
-            if not self.live:
-                raise
             self.refused = str(error)
         return self.refused is None
 
@@ -223,21 +202,36 @@ class Recorder:
         options = self.options if index == 0 else replace(self.options, kernel=False)
         with self.watch.around(x.device):
             self.described.append(describe(self._rows(x.detach()), options))
+        if index == 0 and x.requires_grad:
+            self.attached[0] = True
         if x.requires_grad:
-            x.register_hook(lambda gradient: self._arrived(index, gradient))
+            x.register_hook(lambda gradient: self._arrived(index, gradient, self._gradients))
 
-    def _arrived(self, index: int, gradient: Tensor) -> None:
+    def _arrived(self, index: int, gradient: Tensor, found: dict[int, Tensor]) -> None:
         with self.watch.around(gradient.device):
             norms = torch.linalg.vector_norm(self._rows(gradient.detach()), dim=-1, dtype=wide(gradient)).square()
-            self._gradients.setdefault(index, norms)
+            found.setdefault(index, norms)
 
     def _rows(self, x: Tensor) -> Tensor:
-        return rows_first(x, self._swapped)
+        return rows_first(x.movedim(1, -1) if self._channels else x, self._swapped)
+
+
+_KEPT_ROWS = 4
+_KEPT_NOISE = 0.1
 
 
 @torch.no_grad()
-def _carry(before: Tensor, after: Tensor) -> Tensor:
-    return torch.nn.functional.cosine_similarity(before.float(), after.float(), dim=-1).mean()
+def _carried(before: Tensor, after: Tensor) -> Tensor:
+    """[mean cosine of a location before and after a block, how much of its difference from the row's mean is kept].
+
+    The second is the larger of a cosine and of a coefficient, ⟨x, y⟩/⟨x, x⟩. A block that adds much to little leaves a
+    coefficient of chance, about ‖y‖/‖x‖ over the root of the number of entries: NaN where that is too much.
+    """
+    carry = F.cosine_similarity(before.float(), after.float(), dim=-1).mean()
+    x, y = ((rows := z[:_KEPT_ROWS].to(wide(z))) - rows.mean(1, keepdim=True) for z in (before, after))
+    noise = (y.norm() / x.norm()) / x.numel() ** 0.5
+    kept = torch.maximum((x * y).sum() / x.square().sum(), F.cosine_similarity(x, y, dim=-1).mean())
+    return torch.stack([carry.to(kept), torch.where(noise < _KEPT_NOISE, kept, math.nan)])
 
 
 def _exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:
@@ -251,7 +245,7 @@ def hidden(values: Any) -> Tensor:
     """The hidden state among a block's arguments or results: the first floating tensor of two dimensions or more."""
     if isinstance(values, Tensor):
         return values
-    found = values.values() if isinstance(values, Mapping) else values
+    found = values.values() if isinstance(values, Mapping) else values if isinstance(values, Iterable) else [values]
     for value in found:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
             return value
@@ -261,24 +255,43 @@ def hidden(values: Any) -> Tensor:
     )
 
 
-def batch_second(x: Tensor, blocks: Iterable[nn.Module], given: tuple[int, int] | None) -> bool:
+def batch_second(
+    x: Tensor,
+    blocks: Sequence[nn.Module],
+    given: tuple[int, int] | None,
+    one_row: tuple[int, ...] | None = None,
+) -> bool:
     """Whether a hidden state that enters or leaves the blocks is (T, rows, width).
 
-    torch's own layers say so. Others may transpose around an attention that has the batch second, so there `given`,
-    (rows, T) of the batch's ids or mask, decides; only where it cannot tell, the attention's batch_first does.
+    torch's own layers say so. Elsewhere `given`, (rows, T) of the batch's ids or mask, decides; where the two are
+    equal, `one_row` does, the shape of what enters the first block when one row is run alone. Where neither can tell,
+    the attention's batch_first does.
     """
-    blocks = list(blocks)
     flagged = any(getattr(module, "batch_first", True) is False for block in blocks for module in block.modules())
     shape = tuple(x.shape[:2])
-    if not flagged or given is None or all(type(block) in _TORCHS for block in blocks):
+    if x.dim() != 3 or given is None or all(type(block) in _TORCHS for block in blocks):
         return flagged
     if given[0] != given[1] and shape in (given, given[::-1]):
         return shape != given
+    if one_row is not None and shape == given and one_row[:2] in ((1, given[1]), (given[1], 1)):
+        return one_row[0] != 1
     return flagged
+
+
+def channels_first(x: Tensor, blocks: Sequence[nn.Module]) -> bool:
+    """Whether a hidden state on a grid is (rows, width, height, breadth), as convolutions read it."""
+    if x.dim() != 4 or x.shape[1] == x.shape[-1]:
+        return False
+    first = {getattr(m, "in_channels", None) or getattr(m, "num_features", None) for m in blocks[0].modules()}
+    return x.shape[1] in first and x.shape[-1] not in first
 
 
 def rows_first(x: Tensor, swapped: bool) -> Tensor:
     """(rows, T, width) of a hidden state with or without rows, on a line or on a grid."""
+    if x.dim() < 2:
+        raise ValueError(
+            f"a block gives {tuple(x.shape)}; name modules that map (batch, T, width) to the same: blocks=[…]"
+        )
     if x.dim() == 2:
         return x[None]
     x = x.flatten(1, -2)

@@ -13,6 +13,7 @@ from skipless.model.transformer import Transformer
 
 Batch = Tensor | Mapping[str, Any] | tuple
 _IMAGES, _TOKENS = "pixel_values", "input_ids"
+DECODER_IDS = "decoder_input_ids"
 IGNORED = -100
 
 
@@ -104,6 +105,37 @@ def model_inputs(model: nn.Module, batch: Batch) -> tuple[tuple, dict[str, Any]]
     if "use_cache" in accepted:
         kwargs.setdefault("use_cache", False)
     return args, kwargs
+
+
+def with_decoder_ids(model: nn.Module, batch: Batch, labels: Tensor | None) -> Batch:
+    """What an encoder-decoder reads beside its ids, where it was not given: its labels shifted by one, or the ids."""
+    config = getattr(model, "config", None)
+    ids = batch.get(_TOKENS) if isinstance(batch, Mapping) else batch
+    needed = getattr(config, "is_encoder_decoder", False) and DECODER_IDS in signature(model.forward).parameters
+    given = isinstance(batch, Mapping) and (DECODER_IDS in batch or "decoder_inputs_embeds" in batch)
+    if not needed or given or not isinstance(ids, Tensor) or ids.is_floating_point():
+        return batch
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    decoder = shift(labels=labels) if labels is not None and callable(shift) else ids
+    return {**(batch if isinstance(batch, Mapping) else {_TOKENS: ids}), DECODER_IDS: decoder}
+
+
+def read_by(batch: Batch, name: str) -> Batch:
+    """The part of the batch that a stack of that name reads: a decoder's ids and mask, where it has its own."""
+    if not isinstance(batch, Mapping) or batch.get(DECODER_IDS) is None or "decoder" not in name:
+        return batch
+    return {_TOKENS: batch[DECODER_IDS], "attention_mask": batch.get("decoder_attention_mask")}
+
+
+def first_row(batch: Batch, rows: int) -> Batch:
+    """The batch of its first row."""
+
+    def cut(value: Any) -> Any:
+        return value[:1] if isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows else value
+
+    if isinstance(batch, Tensor):
+        return cut(batch)
+    return tuple(map(cut, batch)) if isinstance(batch, tuple) else {str(k): cut(v) for k, v in batch.items()}
 
 
 def _named(batch: Batch) -> dict[str, Any]:

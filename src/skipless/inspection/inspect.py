@@ -1,8 +1,8 @@
 """Inspect a transformer: measure what each block does to the signal, in full precision and in half, and judge it."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,29 +11,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.diagnosis import Structure, diagnose
-from skipless.inspection.gradients import GradientTaker, matrix_sizes
-from skipless.inspection.hooks import (
-    Recorder,
-    batch_second,
-    check_locations,
-    find_blocks,
-    hidden,
-    rows_first,
-    uncompiled,
-)
+from skipless.inspection.diagnosis import Structure, diagnose, from_behind
+from skipless.inspection.faults import Evidence
+from skipless.inspection.gradients import BlockGradients, GradientTaker, Weight, matrix_sizes, weights_of
+from skipless.inspection.hooks import Recorder, batch_second, check_locations, hidden, rows_first, uncompiled
 from skipless.inspection.inputs import (
     Batch,
     check_batch,
+    first_row,
     given_labels,
     labelled_loss,
     model_inputs,
     padding,
+    read_by,
     rows_and_length,
     unit_gradient,
+    with_decoder_ids,
 )
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.prediction import predict
+from skipless.inspection.probes import Seen, probe
+from skipless.inspection.stacks import Block, find_blocks, find_stacks
 from skipless.inspection.statistics import ActivationStats, InspectOptions
 from skipless.model import kernel_maps
 from skipless.model.transformer import Transformer
@@ -41,6 +39,7 @@ from skipless.ops.precision import HALF, autocast
 from skipless.theory.certificate import Thresholds
 
 Loss = Callable[[Any], Tensor]
+Taken = dict[str, BlockGradients]  # by the block's name
 
 
 def inspect(
@@ -58,7 +57,7 @@ def inspect(
     model: any PyTorch transformer, or a folder that save_pretrained wrote. Its weights, gradients, mode and hooks are
         left as they were; it runs in evaluation mode.
     batch: token ids (rows, T), images, or a mapping of the model's arguments; padding by attention_mask is left out.
-    blocks: found by find_blocks unless named.
+    blocks: every stack is found by find_stacks unless one is named.
     labels: gradients are then of the cross-entropy (next-token for causal language models, −100 ignored); loss, of
         loss(output). With neither, they are of one independent random unit gradient per location at the last block's
         output, which is what theory predicts.
@@ -72,17 +71,124 @@ def inspect(
     model = unwrapped(model)
     labels = given_labels(batch, labels)
     check_batch(model, batch, labels)
-    found = find_blocks(model, blocks)
-    mask = padding(batch)
-    theory = isinstance(_native(model), Transformer) and blocks is None and mask is None  # padded rows share no Σ
-    options = InspectOptions(picture=keep_kernels, kernel=theory, mask=mask, batch_shape=rows_and_length(batch))
-    recorder, taken = _run(model, batch, found, options, _loss_of(model, labels, loss))
-    signals, locations = assemble(recorder, taken.groups)
-    if theory:
+    batch = with_decoder_ids(model, batch, labels)
+    stacks = find_stacks(model, blocks)
+    theory = isinstance(_native(model), Transformer) and blocks is None and padding(batch) is None  # rows share one Σ
+    options = InspectOptions(picture=keep_kernels, kernel=theory, several=len(stacks) > 1)
+    recorders = [_recorder(model, batch, stack, options) for stack in stacks]
+    taken = _run(model, batch, recorders, _loss_of(model, labels, loss))
+    complete = sorted((each for each in recorders if each.complete), key=lambda each: each.started)
+    if not complete:
+        raise ValueError(_not_run(recorders))
+    weights = {name: weights_of(block) for recorder in complete for name, block in recorder.blocks}
+    found = []
+    for recorder in complete:
+        seen = _probed(model, batch, recorder) if len(complete) < _MOST_PROBED else None
+        found.append(_found((name, model, thresholds), recorder, taken, weights, seen))
+    return _chosen(found, recorders)
+
+
+_MOST_PROBED = 6  # stacks; a model of more is not probed
+
+
+def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: InspectOptions) -> Recorder:
+    own = read_by(batch, stack[0][0])
+    shape = rows_and_length(own)
+    alone = None
+    if shape is not None and shape[0] == shape[1] > 1:
+        alone = _entering(model, first_row(batch, shape[0]), stack[0][1])
+    return Recorder(stack, replace(options, mask=padding(own), batch_shape=shape, one_row=alone))
+
+
+@torch.no_grad()
+def _entering(model: nn.Module, batch: Batch, block: nn.Module) -> tuple[int, ...] | None:
+    """The shape of what enters a block."""
+    seen: list[tuple[int, ...]] = []
+    hook = block.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(tuple(hidden([*args, *kwargs.values()]).shape)), with_kwargs=True
+    )
+    try:
+        with evaluating(model), uncompiled(model):
+            args, kwargs = model_inputs(model, batch)
+            model(*args, **kwargs)
+    finally:
+        hook.remove()
+    return seen[0] if seen else None
+
+
+def _probed(model: nn.Module, batch: Batch, recorder: Recorder) -> Seen | None:
+    blocks = [block for _, block in recorder.blocks]
+    with evaluating(model), uncompiled(model):
+        try:
+            return probe(model, batch, blocks, recorder.swapped, read_by(batch, recorder.blocks[0][0]) is not batch)
+        except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
+            why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
+            return Seen({}, note=f"Whether it sees the future or other rows was not asked: {why}.")
+
+
+def _found(
+    asked: tuple[str, nn.Module, Thresholds | None],
+    recorder: Recorder,
+    taken: Taken,
+    weights: dict[str, dict[str, Weight]],
+    seen: Seen | None,
+) -> Inspection:
+    """The inspection of one stack; taken and weights are of all of them, by the block's name."""
+    name, model, thresholds = asked
+    gradients, own = [taken[block] for block, _ in recorder.blocks], {block for block, _ in recorder.blocks}
+    sizes = [weights[block] for block, _ in recorder.blocks]
+    cousins = [each for block, each in weights.items() if block not in own]
+    signals, locations = assemble(recorder, gradients, sizes)
+    if recorder.options.kernel:
         signals = _with_theory(signals, _native(model), recorder)
-    verdict, advice = diagnose(signals, Structure.of(model, found, signals), thresholds)
+    leaks = seen.leaks if seen else {}
+    evidence = Evidence(signals, sizes, [each.matrices for each in gradients], leaks, cousins)
+    verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
-    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations)
+    notes = tuple(note for note in (seen.note, _BLIND if seen.ordered is False else "") if note) if seen else ()
+    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, notes)
+
+
+_BLIND = (
+    "It does not see positions: tokens in reverse give the same output in reverse. Add positions, unless a set is "
+    "what it is to read."
+)
+
+
+def _chosen(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
+    """The stack that is at fault, the first to run where there are several, or else the longest.
+
+    A gradient that is lost from the last block on comes from what follows, so a later stack is asked first.
+    """
+    lost = [each for each in found if each.verdict.lost]
+    own = [each for each in lost if not from_behind(each.verdict, each.blocks)]
+    chosen = [*own, *reversed(lost), max(found, key=lambda each: len(each.blocks))][0]
+    others = tuple(each for each in found if each is not chosen)
+    notes = [*chosen.notes]
+    for each in others:
+        notes.append(f"{stack_name(each)}, {len(each.blocks) - 1} blocks, was inspected too: {each.verdict.words}.")
+    for each in recorders:
+        if not each.complete:
+            why = each.refused or "it did not run"
+            notes.append(f"{each.blocks[0][0].rpartition('.')[0]}, {len(each.blocks)} blocks, was left out: {why}.")
+    if others:
+        named = [replace(each, model=f"{each.model}, {stack_name(each)}") for each in (chosen, *others)]
+        chosen, others = named[0], tuple(named[1:])
+    return replace(chosen, notes=tuple(notes), others=others)
+
+
+def stack_name(found: Inspection) -> str:
+    """The name of the list that holds the blocks."""
+    return found.blocks[-1].name.rpartition(".")[0] or "the model"
+
+
+def _not_run(recorders: Sequence[Recorder]) -> str:
+    for each in recorders:
+        if each.refused is not None:
+            return each.refused
+    each = max(recorders, key=lambda each: len(each.described))
+    missing = each.blocks[max(len(each.described) - 1, 0)][0]
+    return f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]"
 
 
 def assert_signal_preserved(
@@ -125,58 +231,66 @@ def _loss_of(model: nn.Module, labels: Tensor | None, loss: Loss | None) -> Loss
     return lambda output: labelled_loss(model, output, labels)
 
 
-def _run(
-    model: nn.Module, batch: Batch, blocks: list[tuple[str, nn.Module]], options: InspectOptions, loss: Loss | None
-) -> tuple[Recorder, GradientTaker]:
-    """One forward and one backward under hooks."""
-    recorder, taker = Recorder(blocks, options), GradientTaker(model, blocks)
+def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss | None) -> Taken:
+    """One forward and one backward under hooks.
+
+    Without a loss the backward starts at the last block that runs; a stack that this does not reach, as of two towers,
+    gets one of its own.
+    """
+    every = [block for recorder in recorders for block in recorder.blocks]
+    taker = GradientTaker(model, every)
     with evaluating(model), uncompiled(model), torch.enable_grad(), taker:
         args, kwargs = model_inputs(model, batch)
-        with recorder:
+        with ExitStack() as listening:
+            for recorder in recorders:
+                listening.enter_context(recorder)
             output = model(*args, **kwargs)
         if loss is not None:
             loss(output).backward()
-        elif recorder.last is not None:
+        del output  # the head's part of the graph is not needed
+        ran = sorted((each for each in recorders if each.last is not None), key=lambda each: -each.started)
+        for number, recorder in enumerate(ran if loss is None else []):
             last = recorder.last
-            del output  # the head's part of the graph is not needed
-            torch.autograd.backward(last, unit_gradient(last))
-        recorder.last = None
-    return recorder, taker
+            if last is not None and last.requires_grad and len(recorder.blocks) not in recorder.gradients:
+                torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
+        for recorder in recorders:
+            recorder.last = None
+    return dict(zip((name for name, _ in every), taker.taken, strict=True))
 
 
 def assemble(
-    recorder: Recorder, gradients: Sequence[dict[str, float]]
+    recorder: Recorder, gradients: Sequence[BlockGradients], weights: Sequence[Mapping[str, Weight]]
 ) -> tuple[tuple[BlockSignal, ...], dict[str, np.ndarray]]:
     """The recorder's numbers as BlockSignals, gradients relative to the output's, and norms by location."""
-    if len(recorder.described) <= len(recorder.blocks):
-        missing = recorder.blocks[max(len(recorder.described) - 1, 0)][0]
-        raise ValueError(f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]")
     names = ["input", *(name for name, _ in recorder.blocks)]
-    depth = len(recorder.blocks)
-    gradient_norms, attention, carries, real = recorder.gradients, recorder.attention, recorder.carries, recorder.real
-    last = gradient_norms.get(depth)
-    unit = None if last is None else _unit(float(last.mean(where=real)))
+    arrivals, attention, carries, real = recorder.gradients, recorder.attention, recorder.carries, recorder.real
+    returned, last = recorder.returned, recorder.gradients.get(len(recorder.blocks))
+    unit = 1.0 if last is None else _unit(float(last.mean(where=real)))
     signals = []
     for index, (name, stats) in enumerate(zip(names, recorder.stats, strict=True)):
-        arrived, seen = gradient_norms.get(index), attention.get(index)
-        known = arrived is not None and unit is not None
+        arrived, seen, back = arrivals.get(index), attention.get(index), returned.get(index)
         numbers = {f: getattr(stats, f) for f in _SHARED}
         signals.append(
             BlockSignal(
                 block=index,
                 name=name,
                 **numbers,
-                gradient_mean=float(arrived.mean(where=real)) / unit if known else None,
-                gradient_max=float(arrived.max(where=real, initial=0.0)) / unit if known else None,
+                gradient_mean=None if arrived is None else float(arrived.mean(where=real)) / unit,
+                gradient_max=None if arrived is None else float(arrived.max(where=real, initial=0.0)) / unit,
                 attention_entropy=seen.entropy if seen else None,
                 attention_first=seen.first if seen else None,
                 attention_spread=seen.spread if seen else None,
-                carry=carries.get(index),
-                parameter_gradients=gradients[index - 1] if index else {},
-                parameter_sizes=matrix_sizes(recorder.blocks[index - 1][1]) if index else {},
+                carry=carries[index][0] if index in carries else None,
+                parameter_gradients=gradients[index - 1].groups if index else {},
+                parameter_sizes=matrix_sizes(weights[index - 1]) if index else {},
+                attention_own=seen.own if seen else None,
+                kept=carries[index][1] if index in carries else None,
+                attached=recorder.attached.get(index),
+                gradient_back=None if back is None else float(back.mean(where=real)) / unit,
+                gradient_zeros=None if arrived is None else float((arrived == 0).mean(where=real)),
             )
         )
-    return tuple(signals), _by_location(recorder.stats, gradient_norms, real, unit)
+    return tuple(signals), _by_location(recorder.stats, arrivals, real, None if last is None else unit)
 
 
 _SHARED = (

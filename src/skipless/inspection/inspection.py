@@ -38,7 +38,11 @@ class BlockSignal:
     mean cosine between a location before and after the block: near 0 without a shortcut. parameter_gradients and
     parameter_sizes: norm of the gradient, and root mean square of the matrices, by kind of parameter. predicted:
     theory's diagonal, cosine and gradient at initialisation, for models of this library. rounding: what half precision
-    adds, over what tells locations apart (see `rounding`); None if it was not asked for.
+    adds, over what tells locations apart (see `rounding`); None if it was not asked for. attention_own is the weight on
+    the query's own location. kept: as carry, of a location's difference from the mean one, or with what coefficient
+    that passes if it is larger; near 0 without a shortcut and where locations change places. attached: whether what the
+    block gives can hand a gradient back, None where that was not to be expected. gradient_back: as gradient_mean, of
+    what the block hands to the one before it. gradient_zeros: the share of locations at which no gradient arrives.
     """
 
     block: int
@@ -63,6 +67,11 @@ class BlockSignal:
     carry: float | None = None
     parameter_sizes: dict[str, float] = field(default_factory=dict)
     rounding: float | None = None
+    attention_own: float | None = None
+    kept: float | None = None
+    attached: bool | None = None
+    gradient_back: float | None = None
+    gradient_zeros: float | None = None
 
     @property
     def query_key_gradient(self) -> float | None:
@@ -87,6 +96,8 @@ class Inspection:
     kernels: (blocks+1, t, t) cosines of the first row, at most 128 locations; None if not kept.
     advice: what to change, in plain words, empty when healthy.
     locations: "norm" and, where gradients were taken, "gradient": (blocks+1, T), means over rows, NaN at padding.
+    notes: what else was seen, a sentence each. others: the network's other stacks of blocks, as in encoder-decoders;
+    blocks and verdict are of the one at fault, or of the longest.
     """
 
     model: str
@@ -95,6 +106,8 @@ class Inspection:
     advice: str = ""
     kernels: np.ndarray | None = field(default=None, repr=False)
     locations: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    notes: tuple[str, ...] = ()
+    others: tuple["Inspection", ...] = field(default=(), repr=False)
 
     @property
     def healthy(self) -> bool:
@@ -102,10 +115,11 @@ class Inspection:
         return not self.verdict.lost
 
     def __str__(self) -> str:
-        return f"{text_table(*self.table())}\n\n{self.model}: {self.verdict.text}\n{self.advice}".rstrip()
+        words = [f"{self.model}: {self.verdict.text}", *([self.advice] if self.advice else []), *self.notes]
+        return "\n".join([text_table(*self.table()), "", *words])
 
     def _repr_html_(self) -> str:
-        words = f"{self.model}: {self.verdict.text} {self.advice}".rstrip()
+        words = " ".join([f"{self.model}: {self.verdict.text}", self.advice, *self.notes]).strip()
         return f"{html_table(*self.table())}<p>{escape(words)}</p>"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -139,6 +153,8 @@ class Inspection:
             "blocks": blocks,
             "kernels": kernels,
             "locations": {name: _rounded(values) for name, values in self.locations.items()},
+            "notes": list(self.notes),
+            "others": [other.as_dict() for other in self.others],
         }
 
     def to_json(self) -> str:
@@ -154,7 +170,10 @@ class Inspection:
             stack = None if cosines is None else np.array(cosines, dtype=np.float64)
             locations = {name: np.array(rows, dtype=np.float64) for name, rows in data.get("locations", {}).items()}
             _check_blocks(blocks, verdict, stack)
-            return cls(str(data["model"]), blocks, verdict, str(data.get("advice") or ""), stack, locations)
+            notes = tuple(str(note) for note in data.get("notes", ()))
+            others = tuple(cls.from_dict(other) for other in data.get("others", ()))
+            advice = str(data.get("advice") or "")
+            return cls(str(data["model"]), blocks, verdict, advice, stack, locations, notes, others)
 
     @classmethod
     def of_states(cls, model: str, states: np.ndarray, *, normalised: bool = False) -> "Inspection":

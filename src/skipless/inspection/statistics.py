@@ -48,7 +48,8 @@ class ActivationStats:
 class InspectOptions:
     """What to compute, of at most `rows` rows: the spectrum, whose cost is cubic in min(T, width), a picture of the
     first row's cosines, the mean kernel, attention. mask, (batch, T), is False at padding; batch_shape is (batch, T) of
-    ids or mask, which tells layouts apart."""
+    ids or mask, one_row the shape of what enters the blocks when one row runs alone: they tell layouts apart. several:
+    other stacks run in the same model, so that the mask may be of another one."""
 
     rows: int | None = None
     spectrum: bool = True
@@ -57,6 +58,8 @@ class InspectOptions:
     attention: bool = True
     mask: Tensor | None = None
     batch_shape: tuple[int, int] | None = None
+    one_row: tuple[int, ...] | None = None
+    several: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,13 +20,14 @@ import numpy as np
 
 from skipless.inspection.inspection import BlockSignal, Inspection
 
-_MARKS = {"preserved": "✔", "drift": "≈", "collapse": "✖", "explosion": "▲", "vanishing": "▼"}
+_MARKS = {"preserved": "✔", "drift": "≈", "collapse": "✖", "explosion": "▲", "vanishing": "▼", "leak": "⇄"}
 _PLAIN = {
     "preserved": "healthy: the signal survives",
     "drift": "survives, but norms drift",
     "collapse": "collapse: all locations become alike",
     "explosion": "explosion: numbers grow without bound",
     "vanishing": "vanishing: the signal fades to nothing",
+    "leak": "leak: locations see what they must not",
 }
 _HEADS: tuple[tuple[str, str, str], ...] = (
     ("norm² min", "norm_min", "smallest squared norm of a location over the width"),

@@ -18,7 +18,7 @@ from skipless.theory.propagation import KernelLayer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing"]
+VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing", "leak"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """preserved, drift (norms leave the thresholds but nothing is lost), collapse, explosion or vanishing."""
+    """preserved, drift (norms leave the thresholds but nothing is lost), collapse, explosion, vanishing, or a leak from
+    the future or from another row of the batch, which theory does not know and measurements may find."""
 
     kind: VerdictKind
     block: int | None

@@ -1,0 +1,521 @@
+"""Faults of single blocks: what sets one apart from its siblings, and the parameter that does it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median, median_high, median_low
+
+from skipless.inspection.gradients import Weight
+from skipless.inspection.inspection import BlockSignal
+from skipless.theory.certificate import Verdict, VerdictKind
+
+# Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
+# network brings a large embedding to unit norm.
+_NORM_JUMP = 1e4
+_GRADIENT_JUMP = 1e6  # the same of squared gradients
+_INPUT_GRADIENT_JUMP = 1e10  # before the first block, whose norm divides by the size of a small embedding
+_UNDERFLOW = 1e-12  # below this squared gradients may come to 0 by rounding
+_DIP = 1e-4  # a gradient this much smaller than its siblings'
+_SIZE = 8.0  # a matrix this many times larger or smaller than its siblings
+_NORM_SIZE = 30.0  # the same of a norm's weights, which training moves further
+_BIAS = 1e3  # the same of a bias
+# 1 − spread of attention that is uniform up to rounding. A small embedding before the first norm comes to about 1e-5.
+_UNIFORM = 1e-9
+_SATURATED = 0.03  # spread of attention that chooses one key
+_ALIKE = 0.999  # |cosine| of locations on one line
+_APART = 0.9  # cosine of locations that one block has still to make alike
+_LEFT, _KEPT = 0.25, 0.4  # `kept` of a block without its shortcut, and of its siblings
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The verdict on one block, and what to look at there."""
+
+    block: int
+    verdict: Verdict
+    advice: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What faults are read from: the signals of a stack, input first, and by block from 1 the parameters and the norms
+    of their matrices' gradients. leaks: what `probe` found, by kind. cousins: parameters of the network's other stacks,
+    which stand in for siblings where a stack has few."""
+
+    signals: Sequence[BlockSignal]
+    weights: Sequence[Mapping[str, Weight]] = ()
+    gradients: Sequence[Mapping[str, float]] = ()
+    leaks: Mapping[str, int] = field(default_factory=dict)
+    cousins: Sequence[Mapping[str, Weight]] = ()
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return len(self.signals) - 1
+
+    def numbers(self, value: Callable[[BlockSignal], float | None]) -> dict[int, float]:
+        """A number of every block that has it."""
+        found = {each.block: value(each) for each in self.signals[1:]}
+        return {block: number for block, number in found.items() if number is not None and math.isfinite(number)}
+
+    def name(self, block: int) -> str:
+        """The module's name."""
+        return self.signals[block].name
+
+
+def at(each: BlockSignal) -> str:
+    """The place of a signal in words."""
+    return "at the input, before any block" if each.block == 0 else f"at block {each.block} ({each.name})"
+
+
+def first_fault(evidence: Evidence) -> Fault | None:
+    """The first faulty block, or None.
+
+    What is not finite comes first, since nothing behind it can be judged; then what sets a block apart, from the first
+    block on; last a gradient that is spoilt on its way back.
+    """
+    fault = _not_finite(evidence)
+    if fault is not None:
+        return fault
+    cut = _cut(evidence)
+    for each in evidence.signals[1:]:
+        for rule in _RULES:
+            if cut is not None and cut.block == each.block and rule not in (_zeros, _parameters):
+                return cut
+            found = rule(evidence, each)
+            if found is not None:
+                return found
+    return _gradient_jump(evidence)
+
+
+def _fault(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault:
+    return Fault(each.block, Verdict(kind, each.block, text), advice)
+
+
+def _not_finite(evidence: Evidence) -> Fault | None:
+    spoiled = next((each for each in evidence.signals if not math.isfinite(each.norm_max)), None)
+    last = evidence.depth if spoiled is None else spoiled.block
+    for block, weights in enumerate(evidence.weights[:last], start=1):
+        for label, weight in weights.items():
+            if not math.isfinite(weight.size):
+                each = evidence.signals[block]
+                text = f"{each.name}.{label}, a parameter of block {block}, holds entries that are not finite."
+                if spoiled is not None:
+                    text = f"Activations are not finite {at(spoiled)}: {text}"
+                look = (
+                    f"Load or initialise {label} again; look for what wrote it: a step that diverged, a damaged file."
+                )
+                return _fault(each, "explosion", text, look)
+    if spoiled is None or spoiled.block == 0:
+        return None
+    before = evidence.signals[spoiled.block - 1].norm_max
+    large = "Its input is already large, so it may overflow: use a wider format. " if before > 1e8 else ""
+    look = (
+        f"{large}Look in {spoiled.name} for a division by zero, a root or a logarithm of 0, a mask that hides every "
+        "key of a location, and half precision. Its parameters are finite."
+    )
+    return _fault(spoiled, "explosion", f"Activations are not finite {at(spoiled)}.", look)
+
+
+_CUTS = "detach(), .data, torch.no_grad(), numpy, argmax or round"
+
+
+def _cut(evidence: Evidence) -> Fault | None:
+    """The first block that gives something outside the graph, or hands no gradient back though one reaches it."""
+    for before, each in pairwise(evidence.signals):
+        if each.attached is False:
+            text = f"No gradient passes block {each.block} ({each.name}): what it gives is detached from the graph."
+            return _fault(each, "vanishing", text, f"Look in {each.name} for {_CUTS} on its way to the output.")
+        arrived, back = each.gradient_mean, _handed_back(before, each)
+        if arrived is None or not _UNDERFLOW < arrived < math.inf:
+            continue
+        if back == 0 or (back is None and before.attached and before.block > 0):
+            place = f"block {each.block} ({each.name})"
+            text = f"Gradients are all zero before {place}: they reach it, and it hands none back."
+            silent = _silent(evidence, each)
+            named = f" {_listed(silent)} get no gradient either." if silent else ""
+            look = f"Look in {each.name} for {_CUTS} on what it reads, or a factor of zero.{named}"
+            return _fault(each, "vanishing", text, look)
+    return None
+
+
+def _handed_back(before: BlockSignal, each: BlockSignal) -> float | None:
+    """Squared norm of the gradient that a block hands to the one before it."""
+    return before.gradient_mean if each.gradient_back is None else each.gradient_back
+
+
+def _gradient_jump(evidence: Evidence) -> Fault | None:
+    """From the output backwards, the first block whose backward pass spoils the gradient by itself."""
+    for before, each in reversed(list(pairwise(evidence.signals))):
+        arrived, back = each.gradient_mean, _handed_back(before, each)
+        if arrived is None or back is None or not 0 < arrived < math.inf:
+            continue
+        through = f"on the way back through block {each.block} ({each.name})"
+        if not math.isfinite(back):
+            look = f"Look at the backward pass of {each.name}: a root or a norm of 0, a division, half precision."
+            return _fault(each, "explosion", f"Gradients are not finite {through}.", look)
+        ratio, most = back / arrived, _INPUT_GRADIENT_JUMP if before.block == 0 else _GRADIENT_JUMP
+        if 1 / most < ratio < most or ratio == 0:
+            continue
+        kind, word = ("vanishing", "vanish") if ratio < 1 else ("explosion", "explode")
+        text = f"Gradients {word} {through}: squared gradient norm {ratio:.2g} times what reaches it."
+        look = f"Look at the backward pass of {each.name}: a factor, a hook, a custom function, a saturated activation."
+        return _fault(each, kind, text, look)
+    return None
+
+
+def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    before = evidence.signals[each.block - 1]
+    if each.norm_mean == 0:
+        return _fault(
+            each,
+            "vanishing",
+            f"Activations are all zero {at(each)}.",
+            f"Look at what {each.name} multiplies its output by.{_suspect(evidence, each)}",
+        )
+    if math.isnan(each.cosine_mean):
+        text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
+        return _fault(each, "vanishing", text, f"Look for a mask that {each.name} multiplies its output by.")
+    if each.norm_min == 0 < before.norm_min:
+        text = f"Some locations are zero {at(each)}, though none was before it."
+        look = (
+            f"Look for a mask or an index in {each.name} that leaves locations out, and for experts that drop tokens."
+        )
+        return _fault(each, "vanishing", text, look)
+    return None
+
+
+def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
+    for label, why in odd_parameters(evidence, each.block):
+        kind: VerdictKind = "explosion" if "larger" in why else "vanishing"
+        group = evidence.weights[each.block - 1][label].group
+        follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
+        text = f"{label} of block {each.block} ({each.name}) {why}.{follows}"
+        look = f"Look at {each.name}.{label}: its initialisation, a mask, a weight that was not loaded or scaled twice."
+        return _fault(each, kind, text, look)
+    return None
+
+
+_FOLLOWS = {
+    "query": " So its attention is uniform: it averages all locations whatever they hold.",
+    "key": " So its attention is uniform: it averages all locations whatever they hold.",
+    "value": " So its attention gives nothing.",
+    "output": " So its attention gives nothing.",
+}
+
+
+def odd_parameters(evidence: Evidence, block: int) -> Iterator[tuple[str, str]]:
+    """(label, what is odd) of a block's parameters, as read from those of the same name in other blocks."""
+    if not evidence.weights:
+        return
+    own = evidence.weights[block - 1]
+    for label, weight in own.items():
+        every = {b: w[label] for b, w in enumerate(evidence.weights, start=1) if label in w}
+        if len(every) < 3:
+            every |= {-b: w[label] for b, w in enumerate(evidence.cousins, start=1) if label in w}
+        sizes = {b: w.size for b, w in every.items() if math.isfinite(w.size)}
+        if block not in sizes:
+            continue
+        if weight.matrix:
+            yield from _odd_matrix(label, weight, block, every, sizes)
+        elif weight.group == "norm" and not label.endswith("bias"):
+            if weight.size == 0 and _most(size > 0 for size in _others(sizes, block)):
+                yield label, "is zero, unlike those of the other blocks"
+            elif block in apart(sizes, _NORM_SIZE, low=False):
+                yield label, f"is {_times(sizes, block)} larger than those of the other blocks"
+            elif weight.size > 0.5 and not any(_others(sizes, block)) and len(sizes) > 2:  # one is added to it
+                yield label, f"is {weight.size:.3g} where those of the other blocks are zero"
+        elif (
+            label.endswith("bias")
+            and weight.size > 100
+            and weight.size > _BIAS * median(_others(sizes, block) or [1.0])
+        ):
+            yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
+
+
+def _odd_matrix(
+    label: str, weight: Weight, block: int, every: Mapping[int, Weight], sizes: Mapping[int, float]
+) -> Iterator[tuple[str, str]]:
+    others = _others(sizes, block)
+    if weight.size == 0:
+        if not others:  # zero queries are a known way to start
+            if weight.group in ("key", "value", "output", "mlp"):
+                yield label, "is zero"
+        elif _most(size > 0 for size in others):
+            yield label, "is zero, unlike those of the other blocks"
+        elif weight.group == "value":  # zero queries and outputs are known ways to start; values are not
+            yield (
+                label,
+                f"is zero, as in {len(sizes) - sum(size > 0 for size in sizes.values())} of {len(sizes)} blocks",
+            )
+    elif weight.empty > 0 and _most(each.empty == 0 for b, each in every.items() if b != block) and others:
+        yield label, f"has {weight.empty} rows or columns that are all zero (a head or an expert that is out of use)"
+    elif len(sizes) > 2:
+        for low, word in ((False, "larger"), (True, "smaller")):
+            if block in apart(sizes, _SIZE, low=low):
+                yield label, f"is {_times(sizes, block)} {word} than those of the other blocks"
+
+
+def _others(sizes: Mapping[int, float], block: int) -> list[float]:
+    return [size for b, size in sizes.items() if b != block]
+
+
+def _most(facts) -> bool:
+    facts = list(facts)
+    return 2 * sum(facts) > len(facts)
+
+
+def _times(sizes: Mapping[int, float], block: int) -> str:
+    ratio = sizes[block] / median(_others(sizes, block))
+    return f"{max(ratio, 1 / ratio):.3g} times"
+
+
+def apart(numbers: Mapping[int, float], factor: float, *, low: bool) -> set[int]:
+    """Blocks whose number is `factor` times smaller (larger) than the median and than the nearest that are not so.
+
+    The second keeps out what changes with depth by degrees.
+    """
+    if len(numbers) < 3 and not (low and len(numbers) == 2 and min(numbers.values()) == 0):
+        return set()  # of two that differ either may be the odd one
+    middle = median_high(numbers.values()) if low else median_low(numbers.values())
+    if not 1e-12 < middle < math.inf:
+        return set()
+    far = {b for b, value in numbers.items() if (value * factor < middle if low else value > factor * middle)}
+    kept = [b for b in numbers if b not in far]
+    found = set()
+    for block in far:
+        beside = [max((b for b in kept if b < block), default=None), min((b for b in kept if b > block), default=None)]
+        near = [numbers[b] for b in beside if b is not None]
+        if all(numbers[block] * factor < value if low else numbers[block] > factor * value for value in near):
+            found.add(block)
+    return found
+
+
+def _suspect(evidence: Evidence, each: BlockSignal) -> str:
+    """A sentence that names the block's odd parameter, if it has one."""
+    odd = next(odd_parameters(evidence, each.block), None)
+    return "" if odd is None else f" Its {odd[0]} {odd[1]}."
+
+
+def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A factor on the whole stream: at every location, since a few may grow by as much in sound networks."""
+    before, after = evidence.signals[each.block - 1], evidence.signals[each.block + 1 : each.block + 2]
+    if not before.norm_min > 0 or not each.norm_min > 0:
+        return None
+    mean, least = each.norm_mean / before.norm_mean, each.norm_min / before.norm_min
+    recovers = bool(after) and after[0].norm_min > _NORM_JUMP * each.norm_min
+    first = 10.0 if each.block == 1 else 1.0  # a small embedding may grow at once in the first block
+    if mean < (30 if recovers else 1) / _NORM_JUMP:
+        kind, word = "vanishing", "drops"
+    elif mean > first * _NORM_JUMP and least > first * _NORM_JUMP / 10:
+        kind, word = "explosion", "jumps"
+    else:
+        return None
+    text = f"The squared norm {word} at block {each.block} ({each.name}) by a factor of {mean:.2g}, in one block."
+    why = "since its parameters are like its siblings'"
+    look = f"Look at {each.name}: a factor on its output, {mean**0.5:.2g} or so, {why}."
+    if not (each.kept is None or each.kept > _LEFT or math.isnan(each.kept)):
+        look = (
+            f"Look for the shortcut of {each.name}, which does not carry its input on, or for {look[len('Look at ') :]}"
+        )
+    return _fault(each, kind, text, look)
+
+
+def in_one_channel(each: BlockSignal) -> bool:
+    """Whether a single channel holds most of the norm at every location: then kurtosis and squared outlier agree."""
+    return each.kurtosis > 10 and each.kurtosis > 0.5 * each.outlier**2
+
+
+def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    before = evidence.signals[each.block - 1]
+    if in_one_channel(each) and not in_one_channel(before) and each.cosine_mean > _ALIKE:
+        text = f"One channel holds nearly all of the norm {at(each)}, so that all locations point the same way."
+        look = f"Look at the largest entry of what {each.name} adds: a bias, a row of its last matrix, a norm's weight."
+        return _fault(each, "collapse", text, look)
+    if each.cosine_mean > _ALIKE and before.cosine_mean < _APART:
+        jump = f"the mean cosine between locations jumps to {each.cosine_mean:.4f}"
+        text = f"Rank collapse {at(each)}, in one block: {jump}."
+        look = f"Look in {each.name} for a mean or a sum over locations, a broadcast, or weights that ignore its input."
+        return _fault(each, "collapse", text, look)
+    quantiles = each.cosine_quantiles
+    if quantiles and each.cosine_mean <= _ALIKE and min(map(abs, quantiles)) > _ALIKE:
+        earlier = before.cosine_quantiles
+        if earlier and min(map(abs, earlier)) > _ALIKE:
+            return None
+        text = f"All locations lie on one line {at(each)}: their cosines are 1 or −1, so that one direction is left."
+        look = f"Look in {each.name} for a matrix of rank one, a width of 1 on the way, or a broadcast."
+        return _fault(each, "collapse", text, look)
+    return None
+
+
+def _attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """Attention that is uniform, or that chooses one key, where that of the other blocks does neither."""
+    spread = each.attention_spread
+    if spread is None or math.isnan(spread):
+        return None
+    place = f"Attention of block {each.block} ({each.name})"
+    others = _others(evidence.numbers(lambda s: s.attention_spread), each.block)
+    if spread < _SATURATED and (not others or median(others) > 10 * _SATURATED):
+        where, first, own = "on one key, whatever they hold", each.attention_first or 0.0, each.attention_own or 0.0
+        where = "on the first location" if first > 0.99 else "on itself" if own > 0.99 else where
+        text = (
+            f"{place} puts every location's weight {where}: its softmax is saturated and hands no gradient to scores."
+        )
+        if own > 0.99:
+            text = f"{place} lets every location see only itself: the softmax is saturated."
+        look = f"Look at the scale of scores in {each.name}, at its mask or bias, and at the size of queries and keys."
+        return _fault(each, "vanishing", text, look)
+    distances = {b: 1.0 - s for b, s in evidence.numbers(lambda s: s.attention_spread).items()}
+    if evidence.signals[each.block - 1].cosine_mean > 0.99:
+        return None  # locations that are alike are attended to alike
+    if 1.0 - spread < _UNIFORM and median([max(d, 0.0) for d in distances.values()]) > _UNIFORM / _DIP:
+        text = (
+            f"{place} is uniform: it averages all locations whatever they hold, while the blocks around it attend to "
+            "content."
+        )
+        look = f"Look at queries and keys of {each.name}: zero weights, a scale of 0, or scores that are overwritten."
+        return _fault(each, "collapse", text, look)
+    return None
+
+
+def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A block that hands on what it reads, unlike the others."""
+    same = [_is_same(before, after) for before, after in pairwise(evidence.signals)]
+    if not same[each.block - 1] or not (2 * sum(same) < len(same) or len(same) == 1):
+        return None
+    text = f"Block {each.block} ({each.name}) hands on what it reads unchanged: neither of its branches adds anything."
+    return _fault(
+        each, "vanishing", text, f"Look at the factors on the branches of {each.name}, and at their last matrices."
+    )
+
+
+def _is_same(before: BlockSignal, after: BlockSignal) -> bool:
+    alike = math.isclose(before.norm_mean, after.norm_mean, rel_tol=1e-9) and before.norm_min > 0
+    return alike and after.carry is not None and after.carry > 1 - 1e-6
+
+
+def _no_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """Matrices that no gradient reaches though one reaches the block."""
+    silent = _silent(evidence, each) if (each.gradient_mean or 0.0) > 0 else []
+    if not silent:
+        return None
+    plural = "s" * (len(silent) == 1)
+    text = (
+        f"{_listed(silent)} of block {each.block} ({each.name}) get{plural} no gradient, though one reaches the block."
+    )
+    look = (
+        f"Look in {each.name} for what cuts this branch off: {_CUTS}, a factor of zero on it, or an activation that is "
+        "never on (a bias far below zero)."
+    )
+    return _fault(each, "vanishing", text, look)
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+
+
+def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
+    """Matrices whose gradient is gone where that of their siblings is not, or that of a whole branch.
+
+    Gradients are taken relative to what reaches the block. A branch behind a factor that starts at zero, and that
+    learns, is no fault.
+    """
+    if not evidence.gradients:
+        return []
+    own = evidence.gradients[each.block - 1]
+    found = [label for label in own if each.block in apart(_relative(evidence, label), 1 / _DIP, low=True)]
+    weights = evidence.weights[each.block - 1] if evidence.weights else {}
+    gated = any(w.size == 0 and not w.matrix and w.group != "norm" and "bias" not in n for n, w in weights.items())
+    if found or gated:
+        return found
+    branches: dict[str, list[str]] = {}
+    for label in own:
+        parts = label.split(".")
+        branches.setdefault(".".join(parts[: 2 if parts[1:2] and parts[1].isdigit() else 1]), []).append(label)
+    dead = [labels for labels in branches.values() if len(labels) > 1 and not any(own[label] for label in labels)]
+    groups, sizes = each.parameter_gradients, each.parameter_sizes
+    values = groups.get("value") == 0 and sizes.get("output", 0.0) > 0 and sizes.get("value", 0.0) > 0
+    cut = [label for label in own if weights[label].group in ("query", "key", "value")] if values and weights else []
+    return [label for labels in dead for label in labels] or cut
+
+
+def _relative(evidence: Evidence, label: str) -> dict[int, float]:
+    """Gradient norms of a matrix, over what reaches each block."""
+    found = {}
+    for each, norms in zip(evidence.signals[1:], evidence.gradients, strict=True):
+        reaches = each.gradient_mean
+        if label in norms and reaches is not None and 0 < reaches < math.inf and math.isfinite(norms[label]):
+            found[each.block] = norms[label] / reaches**0.5
+    return found
+
+
+def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """Rows or locations that reach the block's output but get no gradient before it."""
+    before = evidence.signals[each.block - 1]
+    if before.gradient_zeros is None or each.gradient_zeros is None or before.gradient_zeros >= 1:
+        return None
+    underflows = not (each.gradient_mean or 0.0) > _UNDERFLOW  # at one location after another
+    if underflows or before.gradient_zeros < each.gradient_zeros + 0.1:
+        return None
+    text = (
+        f"Block {each.block} ({each.name}) leaves rows or locations out: {before.gradient_zeros:.0%} of what enters it "
+        f"gets no gradient, {each.gradient_zeros:.0%} of what leaves it."
+    )
+    look = f"Look in {each.name} for an index that takes one row or a few locations for all, a broadcast, or a mask."
+    return _fault(each, "vanishing", text, look)
+
+
+def _no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A location that is not itself any more after one block, where the other blocks keep it."""
+    kept = evidence.numbers(lambda s: s.kept)
+    others = _others(kept, each.block)
+    if each.block not in kept or kept[each.block] > _LEFT or len(others) < 2:
+        return None
+    if median_low(others) < _KEPT and not (len(kept) < 6 and max(others) > _KEPT):
+        return None
+    text = (
+        f"Block {each.block} ({each.name}) does not carry its input on: of what tells locations apart it keeps "
+        f"{kept[each.block]:.2f}, the others {median(others):.2f}."
+    )
+    look = f"Look for the shortcut of {each.name}: a sum that is missing or misplaced, or locations in another order."
+    return _fault(each, "collapse", text, look)
+
+
+_LEAKS = {
+    "rows": (
+        "mixes the rows of the batch: a row's output changes with another row's input",
+        "an operation over the first axis: a mean, a norm, an index or a reshape that takes rows for locations",
+    ),
+    "copied": (
+        "gives every row of the batch the same output, though their inputs differ",
+        "an index or a broadcast that takes one row for all",
+    ),
+    "future": (
+        "sees the future: earlier locations change with the last token",
+        "its causal mask: one that is missing, shifted by one, or of the wrong sign",
+    ),
+}
+
+
+def _leak(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    for kind, (what, where) in _LEAKS.items():
+        if evidence.leaks.get(kind) == each.block:
+            text = f"Block {each.block} ({each.name}) {what}."
+            return _fault(each, "leak", text, f"Look in {each.name} for {where}.")
+    return None
+
+
+_RULES = (
+    _zeros,
+    _parameters,
+    _alike,
+    _leak,
+    _norm_jump,
+    _attention,
+    _unchanged,
+    _no_gradient,
+    _locations_without_gradient,
+    _no_shortcut,
+)

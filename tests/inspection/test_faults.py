@@ -1,0 +1,135 @@
+"""Faults of many kinds, planted in networks of many architectures: named, with the block and the cause; no false alarm.
+
+`./dev test --full tests/inspection/test_faults.py` runs the whole catalogue, three places in a stack for each fault.
+"""
+
+from collections import Counter
+from zlib import crc32
+
+import pytest
+import torch
+import transformers
+from tests.inspection.catalogue import ARCHITECTURES, FAULTS, Size, build
+
+from skipless.inspection.inspect import inspect
+from skipless.inspection.inspection import Inspection
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+# What cannot be told, with the reason. A place is (fault, architecture), or (fault, architecture, block).
+BEYOND = {
+    ("future", "hand-causal", 1): "a class that does not say it is causal may look both ways from its first block on",
+    ("future", "hand-swapped", 1): "the same",
+    ("saturated", "gemma2"): "scores are capped before the softmax",
+    ("no positions", "vit"): "positions are asked of tokens only",
+    ("all scaled down", "gemma2"): "every block brings its branches to norm 1 again",
+    ("all scaled down", "xlnet"): "the same",
+    ("no shortcut", "xlnet", 1): "its first block reads so little that nothing of it is left in the sum",
+    ("two no shortcut", "xlnet", 1): "the same",
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet():
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def said(found: Inspection) -> str:
+    return " ".join([found.verdict.text, found.advice, *found.notes])
+
+
+def outcome(fault: str, architecture: str, place: int) -> tuple[bool, bool, bool] | None:
+    """Whether a fault in the first (0), a middle (1) or the last block (2) is found, with its block, with its cause."""
+    case, planted = build(architecture, Size(seed=place)), FAULTS[fault]
+    stack = case.stacks[crc32(f"{architecture}{fault}{place}".encode()) % len(case.stacks)]
+    blocks = case.blocks(stack)
+    at = planted.fixed if planted.fixed is not None else (0, len(blocks) // 2, len(blocks) - 1)[place]
+    words = planted.plant(case, stack, at)
+    if words is None or {(fault, architecture), (fault, architecture, at + 1)} & BEYOND.keys():
+        return None
+    found = inspect(case.model, case.batch, keep_kernels=False)
+    lost = found.verdict.lost or (fault == "no positions" and "position" in said(found))
+    where = found.blocks[found.verdict.block or 0].name
+    return lost, lost and (planted.whole or where == blocks[at][0]), lost and any(word in said(found) for word in words)
+
+
+def test_the_catalogue_is_as_large_as_it_is_said_to_be():
+    assert len(FAULTS) >= 40
+    assert len(ARCHITECTURES) >= 12
+
+
+@pytest.mark.catalogue(24)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_with_its_block_and_its_cause(fault, place, full):
+    """In every architecture with --full, in a few otherwise. Of a fault, one architecture in twelve may be missed."""
+    chosen = list(ARCHITECTURES) if full else [*ARCHITECTURES][crc32(fault.encode()) % 4 :: 6]
+    outcomes = {name: outcome(fault, name, place) for name in chosen}
+    tried = {name: result for name, result in outcomes.items() if result is not None}
+    count = Counter[str]()
+    for found, block, cause in tried.values():
+        count += Counter(found=found, block=block, cause=cause)
+    missed = [f"{name}: {result}" for name, result in tried.items() if not all(result)]
+    allowed = len(tried) // 12
+    assert len(tried) - min(count["found"], count["block"], count["cause"], len(tried)) <= allowed, missed
+
+
+def healthy(full: bool) -> list[tuple[str, Size]]:
+    sizes = [Size(depth, width, seed) for depth in (1, 2, 3, 6, 12) for width in (32, 64) for seed in (0, 1)]
+    pairs = [(name, size) for name in ARCHITECTURES for size in sizes]
+    pairs = [(name, size) for name, size in pairs if name != "torch-both" or size.depth < 12]  # Post-LN, does collapse
+    return pairs if full else pairs[::13]
+
+
+def test_healthy_networks_are_not_accused(full):
+    networks = healthy(full)
+    assert len(networks) >= (300 if full else 30)
+    alarms = []
+    for name, size in networks:
+        found = inspect(*_model_and_batch(name, size), keep_kernels=False)
+        if not found.healthy or any("position" in note for note in found.notes):
+            alarms.append((name, size, said(found)))
+    assert len(alarms) <= len(networks) // 100, alarms
+
+
+def _model_and_batch(name: str, size: Size):
+    case = build(name, size)
+    return case.model, case.batch
+
+
+def test_a_stack_is_read_the_same_way_whichever_axis_holds_the_rows():
+    """Also where there are as many rows as locations."""
+    plain, swapped = build("hand-causal"), build("hand-swapped")
+    ids = torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(0))
+    one, two = inspect(plain.model, ids), inspect(swapped.model, ids)
+    assert [each.cosine_mean for each in one.blocks] == pytest.approx([each.cosine_mean for each in two.blocks])
+
+
+def test_both_stacks_of_an_encoder_decoder_are_inspected():
+    case = build("t5")
+    found = inspect(case.model, case.batch)
+    assert found.blocks[1].name == "encoder.block.0"
+    assert [other.blocks[1].name for other in found.others] == ["decoder.block.0"]
+    assert "decoder.block, 6 blocks, was inspected too: preserved." in found.notes
+    assert found.others[0].blocks[1].gradient_mean > 0
+    again = Inspection.from_dict(found.as_dict())
+    assert again.others[0].blocks[-1].cosine_mean == found.others[0].blocks[-1].cosine_mean
+    assert again.notes == found.notes
+
+
+def test_an_encoder_decoder_needs_no_ids_for_its_decoder():
+    case = build("t5")
+    ids = case.batch["input_ids"]
+    assert inspect(case.model, ids).healthy
+    assert inspect(case.model, {"input_ids": ids, "labels": ids}).healthy
+
+
+def test_a_stack_that_does_not_run_is_named():
+    case = build("clip")
+    model = case.model.text_model
+    found = inspect(case.model, case.batch)
+    assert len(found.others) == 1
+    model.spare = torch.nn.ModuleList(type(model.encoder.layers[0])(model.config) for _ in range(3))
+    assert "spare, 3 blocks, was left out: it did not run." in " ".join(inspect(case.model, case.batch).notes)
