@@ -19,7 +19,7 @@ CASES = {
         "norm": "pre",
     },
     "mirrored": {"mlp_init": "mirrored"},
-    "identity-values": {"mlp_init": "mirrored", "value_output": "identity", "kv_heads": 4},
+    "identity-values": {"mlp_init": "mirrored", "value_output": "identity"},
     "bias-gain": {"bias_gain": True, "scheme": ExponentialSPA(gamma_final=0.1, repeat_rate=0.01)},
 }
 

@@ -74,14 +74,18 @@ def test_cached_logits_equal_the_full_forward_in_other_networks(changes):
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["e-spa", "u-spa", "v-skipinit", "alibi"])
 @pytest.mark.parametrize("position", ["rope", "relative"])
-def test_values_without_a_matrix_are_cached_as_they_come(scheme, position):
-    """With padding too: what is kept of a token is the stream itself."""
-    model = trained(scheme, position=position, kv_heads=4, value_output="identity", mlp_init="mirrored")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_values_without_a_matrix_are_cached_as_they_come(scheme, position, kv_heads):
+    """With padding too: what is kept of a token is the stream itself, and its keys, which grouped queries share."""
+    model = trained(scheme, position=position, kv_heads=kv_heads, value_output="identity", mlp_init="mirrored")
     tokens, mask = tokens_of(2, 28), torch.ones(2, 28, dtype=torch.long)
     torch.testing.assert_close(in_chunks(model, tokens, [7, 1, 9, 11]), model(tokens), rtol=0, atol=TOLERANCE)
     mask[0, :5] = 0
     logits = in_chunks(model, tokens, [12, 1, 15], mask)
     torch.testing.assert_close(logits[:1, 5:], model(tokens[:1, 5:]), rtol=0, atol=TOLERANCE)
+    cache = KVCache(4, capacity=28)
+    decode(model, tokens, cache)
+    assert [buffer.shape for buffer in cache[0].buffers()] == [(2, kv_heads, 28, 8), (2, 4, 28, 8)]
 
 
 @torch.no_grad()

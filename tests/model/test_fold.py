@@ -119,10 +119,12 @@ def test_mirrored_networks_fold_as_others_do(scheme, activation):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_without_values_of_their_own_only_the_constants_of_the_activation_are_merged(scheme, tmp_path):
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_without_values_of_their_own_only_the_constants_of_the_activation_are_merged(scheme, kv_heads, tmp_path):
     shaped = named_activation("tat-leaky_relu", 36, Skip())
     residual = {"attention_skip": Skip(0.0, 0.7, trainable=True)} if isinstance(scheme, StandardAttention) else {}
-    model = network(scheme=scheme, activation=shaped, value_output="identity", bias_gain=True, **residual)
+    values = {"value_output": "identity", "kv_heads": kv_heads}
+    model = network(scheme=scheme, activation=shaped, bias_gain=True, **values, **residual)
     folded = fold(model)
     assert folded.report.saved == 0.0
     assert set(folded.folding.streams) == {None}

@@ -166,8 +166,34 @@ def test_identity_values_have_a_sixth_fewer_weights():
     assert not any("value" in name or "output" in name for name in names)
 
 
-def test_identity_values_refuse_grouped_queries_with_the_reason():
-    with pytest.raises(ValueError, match=r"kv_heads=2 with value_output='identity'.*use kv_heads=4"):
-        config_of(value_output="identity", kv_heads=2)
+@each_scheme
+@pytest.mark.parametrize("position", ["rope", "relative"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_grouped_queries_share_keys_alone_where_values_are_the_input(scheme, position, impl):
+    """The network is that of all heads whose W_K repeats the shared rows; the gradient of a shared row is their sum."""
+    torch.manual_seed(0)
+    config = config_of(scheme, value_output="identity", depth=3, position=position, kv_heads=2)
+    grouped, whole = (Transformer(c, impl=impl).double() for c in (config, config.replace(kv_heads=4)))
+
+    def repeated(key: torch.Tensor) -> torch.Tensor:
+        return key.unflatten(0, (2, 8)).repeat_interleave(2, dim=0).flatten(0, 1)
+
+    state = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in grouped.state_dict().items()}
+    grouped.load_state_dict(state)
+    whole.load_state_dict({n: repeated(t) if n.endswith("inner.key.weight") else t for n, t in state.items()})
+    tokens, losses = tokens_of(config, batch=2), []
+    for model in (grouped, whole):
+        losses.append(model(tokens[:, :-1], targets=tokens[:, 1:]))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    for (name, ours), theirs in zip(grouped.named_parameters(), whole.parameters(), strict=True):
+        shared = name.endswith("inner.key.weight")
+        expected = theirs.grad.unflatten(0, (2, 2, 8)).sum(1).flatten(0, 1) if shared else theirs.grad
+        torch.testing.assert_close(ours.grad, expected, rtol=0, atol=1e-12)
+        assert ours.grad.any()
+    assert grouped.blocks[0].attention.inner.key.weight.shape == (16, 32)
+
+
+def test_values_have_a_matrix_or_none():
     with pytest.raises(ValueError, match="value_output is 'none'; it must be one of 'trained', 'identity'"):
         config_of(value_output="none")

@@ -17,6 +17,7 @@ KINDS: dict[str, dict] = {
     "e-spa": {"scheme": ExponentialSPA(0.1, 0.01)},
     "u-spa": {"scheme": UniformSPA(0.8, 0.01), "kv_heads": 2},
     "v-skipinit": {"scheme": ValueSkipInit(), "position": "none"},
+    "identity-values": {"mlp_init": "mirrored", "value_output": "identity", "kv_heads": 2},
     "pre-ln": {"scheme": StandardAttention(), "norm": "pre", "attention_skip": Skip(1.0), "mlp_skip": Skip(1.0)},
 }
 

@@ -32,8 +32,9 @@ NETWORK = ModelConfig(
 IDENTITY = NETWORK.replace(mlp_init="mirrored", value_output="identity")
 FROZEN = {"value": 0.0, "output": 0.0}
 each_network = pytest.mark.parametrize(
-    ("network", "roles", "joined"), [(NETWORK, {}, 3), (NETWORK, FROZEN, 2), (IDENTITY, {}, 2)],
-    ids=["all", "frozen", "identity"],
+    ("network", "roles", "joined"),
+    [(NETWORK, {}, 3), (NETWORK, FROZEN, 2), (IDENTITY, {}, 2), (IDENTITY.replace(kv_heads=1), {}, 2)],
+    ids=["all", "frozen", "identity", "identity-grouped"],
 )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_compiled_attention_reads_its_matrices_side_by_side(monkeypatch, network
         copy = ours.half.copy_of(layer.weight)
         assert copy is not None
         matrix, rows = ours.half._rows[layer.weight]
-        assert len(matrix) == joined * 64
+        assert len(matrix) == sum(each.out_features for each in layers[:joined])
         assert copy.grad is None
         assert torch.equal(ours.half.gradient_of(layer.weight), matrix.grad[rows])
         assert matrix[rows].data_ptr() == copy.data_ptr()

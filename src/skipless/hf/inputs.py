@@ -22,6 +22,8 @@ class HFLayerCache:
         self.held: tuple[Tensor, Tensor] | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if k.shape[1] != v.shape[1] and any(isinstance(layer, StaticLayer) for layer in self.cache.layers):
+            k = k.repeat_interleave(v.shape[1] // k.shape[1], dim=1)  # which have one number of heads for both
         keys, values = self.cache.update(k, v, self.index)
         if keys.shape[2] < self.slots:
             raise ValueError(

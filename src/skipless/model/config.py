@@ -43,6 +43,7 @@ class ModelConfig:
     query_key None means zero-query for SPA, normal otherwise. mlp_init None means as `init`; "mirrored" pairs hidden
     units of opposite sign, so that every MLP starts as an exact rotation of its input (docs/derivations.md).
     value_output="identity" leaves W_V and W_O out: attention mixes the input itself, split by head.
+    kv_heads below heads then shares keys alone: values stay all heads of the input.
     """
 
     vocab_size: int = 32_000
@@ -321,11 +322,6 @@ def _check_sizes(config: ModelConfig) -> None:
         raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
     if config.position == "rope" and (config.width // config.heads) % 2:
         raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
-    if config.value_output == "identity" and config.kv_heads != config.heads:
-        raise ValueError(
-            f"kv_heads={config.kv_heads} with value_output='identity': values are then all {config.heads} heads of the "
-            f"input, and the kernels of attention take as many key heads; use kv_heads={config.heads}"
-        )
     alibi = getattr(config.scheme, "alibi_heads", 0)
     if alibi and alibi != config.heads:
         raise ValueError(f"alibi_heads={alibi} differs from heads={config.heads}; use alibi_heads={config.heads}")

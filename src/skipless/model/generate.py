@@ -173,8 +173,9 @@ def _check_room(most: int | None, past: int, new: int) -> None:
 def _check_memory(model: "Transformer", tokens: Tensor, slots: int) -> None:
     """Keys and values are reserved at once. A GPU's memory is left to torch, which knows what it keeps of it."""
     config = model.config
-    width = config.width // config.heads * (config.kv_heads or config.heads)
-    size = 2.0 * len(tokens) * slots * len(model.blocks) * width * model.embedding.weight.element_size()
+    keys = config.width // config.heads * (config.kv_heads or config.heads)
+    values = keys if config.value_output == "trained" else config.width
+    size = float(len(tokens) * slots * len(model.blocks) * (keys + values) * model.embedding.weight.element_size())
     if not tokens.is_cuda:
         check_fits(size, f"keeping the keys and values of {slots:,} tokens", "lower max_new_tokens")
 
@@ -190,7 +191,7 @@ def _check_mask(tokens: Tensor, attention_mask: Tensor) -> None:
 
 
 class BlockCache:
-    """Keys and values of one block, (batch, kv_heads, length, head_width), in buffers that double when full."""
+    """Keys and values of one block, (batch, their heads, length, head_width), in buffers that double when full."""
 
     def __init__(self, capacity: int = 0):
         self.length, self.capacity = 0, capacity
@@ -200,7 +201,7 @@ class BlockCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new ones and return all: views of the buffers, valid until the next call."""
         start, end = self.length, self.length + k.shape[2]
-        keys, values = self._buffers(k, end)
+        keys, values = self._buffers(k, v, end)
         keys[:, :, start:end] = k
         values[:, :, start:end] = v
         self.length = end
@@ -224,7 +225,7 @@ class BlockCache:
         """Forget all but the first `length` slots."""
         self.length = min(self.length, length)
 
-    def _buffers(self, k: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    def _buffers(self, k: Tensor, v: Tensor, end: int) -> tuple[Tensor, Tensor]:
         keys, values = self._keys, self._values
         if keys is not None and values is not None:
             if (keys.shape[0], keys.dtype, keys.device) != (k.shape[0], k.dtype, k.device):
@@ -235,7 +236,7 @@ class BlockCache:
             if end <= keys.shape[2]:
                 return keys, values
         stored = max(end, self.capacity, 2 * self.length)
-        grown = [k.new_empty(k.shape[0], k.shape[1], stored, k.shape[3]) for _ in range(2)]
+        grown = [t.new_empty(*t.shape[:2], stored, t.shape[3]) for t in (k, v)]
         if keys is not None and values is not None:
             grown[0][:, :, : self.length] = keys[:, :, : self.length]
             grown[1][:, :, : self.length] = values[:, :, : self.length]
@@ -246,6 +247,7 @@ class BlockCache:
 class KVCache(Sequence[BlockCache]):
     """One BlockCache per block, and which slots are padding. Memory: 2·depth·kv_heads·head_width numbers per token.
 
+    With value_output="identity" values have all heads, and grouped queries save keys alone.
     capacity reserves that many slots at the first use; without it the buffers grow as needed. A cache serves one batch
     and one model; it works for every position kind and scheme, since attention asks the Layout where each slot stands.
     """

@@ -23,7 +23,7 @@ class LayerCache(Protocol):
     """Keys and values of one block, held between decoding steps."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the new ones and return all, (batch, kv_heads, T_k, head_width)."""
+        """Take the new ones and return all, (batch, their heads, T_k, head_width)."""
         ...
 
 
@@ -43,8 +43,8 @@ class ShapedAttention(nn.Module):
 
     An IdentityShape makes it Value-SkipInit: (αI + βA)V with trainable α = 1, β = 0 and plain attention (Sec. 3.1).
     With value_output="identity" W_V and W_O are absent: values are the input split by head, the output is the heads
-    side by side. B and D are not trained; bias_gain adds one trainable factor on B per head, starting at 1.
-    They are derived from `shape`, never saved, and stay in float32 when the module is cast.
+    side by side, and kv_heads counts keys alone. B and D are not trained; bias_gain adds one trainable factor on B per
+    head, starting at 1. They are derived from `shape`, never saved, and stay in float32 when the module is cast.
     """
 
     def __init__(
@@ -62,11 +62,6 @@ class ShapedAttention(nn.Module):
                 f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads"
             )
         self.options = options or AttentionOptions()
-        if self.options.value_output == "identity" and kv_heads != heads:
-            raise ValueError(
-                f"kv_heads={kv_heads} with value_output='identity': values are then all {heads} heads of the input, "
-                f"and attention takes as many key heads; use kv_heads={heads}"
-            )
         self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
         self.query = nn.Linear(width, heads * self.head_width, bias=False)
         self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
@@ -114,6 +109,7 @@ class ShapedAttention(nn.Module):
         if cache is not None:  # which holds rotated keys
             (q, k), rotation = _rotated(q, k, rotation), None
             keys, values = cache.append(k, v)
+        keys = _for_each(values, keys)
         mixed = shaped_attention(
             q, keys, values, self._bias_for(x, keys, positions), impl=self.options.impl, layout=positions.layout,
             bias_gain=self.bias_gain, score_bias=self._relative_scores(q, keys, positions), rotation=rotation, qkv=qkv,
@@ -132,6 +128,7 @@ class ShapedAttention(nn.Module):
         q, k, v, _ = self._project(x)
         q, k = _rotated(q, k, positions.rotation)
         k, v = held or (k, v)
+        k = _for_each(v, k)
         scores = self._relative_scores(q, k, positions)
         return AttentionInputs(q, k, v, self._bias_for(x, k, positions), positions.layout, self.bias_gain, scores)
 
@@ -163,7 +160,8 @@ class ShapedAttention(nn.Module):
         length = x.shape[1] if layout is None else layout.extent or x.shape[1]
         bias = self.bias(length, x.device, torch.promote_types(x.dtype, torch.float32))
         one = x.new_empty(1, 1, 1, 1)
-        q, k = (one.expand(x.shape[0], heads, x.shape[1], self.head_width) for heads in (self.heads, self.kv_heads))
+        shared = self.kv_heads if self.options.value_output == "trained" else self.heads
+        q, k = (one.expand(x.shape[0], heads, x.shape[1], self.head_width) for heads in (self.heads, shared))
         return attention.prepare(AttentionInputs(q, k, k, bias, layout, self.bias_gain), self.options.impl)
 
     def qkv_layers(self) -> tuple[nn.Linear, ...]:
@@ -188,13 +186,13 @@ class ShapedAttention(nn.Module):
             v = rest[0] if rest else self.value(x)
         # autocast has cast queries and keys, but not values that are the input itself
         q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (q, k, v.to(k.dtype)))
-        return q, k, v, qkv if self.value_gains is None else None
+        return q, k, v, qkv if self.value_gains is None and k.shape[1] == v.shape[1] else None
 
     def _with_own_values(self, mixed: Tensor, v: Tensor) -> Tensor:
         """Value-SkipInit's αV + β·mixed; for other shapes mixed as it is."""
         if self.value_gains is None or self.attention_gains is None:
             return mixed
-        own = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        own = v.repeat_interleave(self.heads // v.shape[1], dim=1)
         return self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
 
     def _default_positions(self, x: Tensor) -> Positions:
@@ -216,6 +214,12 @@ class ShapedAttention(nn.Module):
 
 def _rotated(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
     return (q, k) if rotation is None else (rotation.rotate(q), rotation.rotate(k))
+
+
+def _for_each(values: Tensor, keys: Tensor) -> Tensor:
+    """The keys, repeated where grouped queries share them and values, the input's own heads, are not shared."""
+    groups = values.shape[1] // keys.shape[1]
+    return keys if groups == 1 else keys.repeat_interleave(groups, dim=1)
 
 
 def _reaches(bias: BiasVectors, length: int) -> bool:
