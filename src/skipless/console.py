@@ -265,13 +265,17 @@ def check_figure(path: Path) -> None:
         raise ValueError(f"--figure {path} needs matplotlib: pip install 'skipless[plot]', or leave out --figure")
     if path.suffix.lower() not in FIGURE_SUFFIXES:
         raise ValueError(f"--figure is {path}; the name must end in {', '.join(FIGURE_SUFFIXES)}")
-    check_target(path)
+    check_target(path, files.PICTURE_MARK)
 
 
-def check_target(path: Path) -> None:
-    """Make the folder of a file to be written, and see that the file can go there."""
+def check_target(path: Path, mark: bytes) -> None:
+    """Make the folder of a file to be written, and see that it can go there and takes no other's place.
+
+    mark: what is in every output of its kind; a file without it is not one.
+    """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
+    files.check_output(path, mark)
     if not files.is_stream(path):
         path = files.linked(path).parent
         path.mkdir(parents=True, exist_ok=True)

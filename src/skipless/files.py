@@ -85,6 +85,37 @@ def linked(path: Path) -> Path:
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
+# what is in every output of a kind, by which an earlier one is known
+PAGE_MARK, DATA_MARK, PICTURE_MARK = b'content="skipless report"', b'"skipless": "', b"made by skipless"
+
+
+def is_ours(path: Path, mark: bytes) -> bool:
+    """Whether a file is an earlier output of ours, by the mark of its kind, or holds nothing."""
+    with path.open("rb") as file:
+        data = file.read(MOST_JSON)
+    return mark in data or not data
+
+
+def check_output(path: Path, mark: bytes) -> None:
+    """Refuse to write where there is a file that is no earlier output of the same kind, such as one that is read."""
+    if path.is_file() and not is_ours(path, mark):
+        raise ValueError(f"{path} is there, and this command has not written it: name another file, or move it away")
+
+
+def check_folder(path: Path, sign: str, *own: str) -> None:
+    """Refuse a folder that holds anything but `own` and lacks the file `sign`, which the command writes first there.
+
+    Without it nothing there is ours, whatever its name. sign may be a pattern.
+    """
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file: name a folder")
+    there = [file.name for file in path.iterdir() if not is_part(file)] if path.exists() else []
+    foreign = sorted({*there} - {LOCK, *own})
+    if foreign and not any(path.glob(sign)):
+        names = ", ".join(foreign[:3]) + (" …" if len(foreign) > 3 else "")
+        raise ValueError(f"{path} holds other files ({names}): name a folder of its own")
+
+
 def part_of(path: Path) -> Path:
     """A new name, hidden and beside `path`, for a file or a folder until it is whole."""
     return path.with_name(f".{path.name}.skipless-{uuid.uuid4().hex[:8]}")

@@ -132,7 +132,7 @@ def test_other_settings_are_refused_and_fresh_starts_over(demo) -> None:
 
 def test_bad_requests_end_in_one_line(demo) -> None:
     Path("file").write_text("")
-    assert "--out is file, a file; name a folder" in demo("--out", "file", code=2)[1]
+    assert "file is a file: name a folder" in demo("--out", "file", code=2)[1]
     assert "--steps is 1; the shortest schedule" in demo("--steps", "1", code=2)[1]
     assert not Path("skipless-demo").exists()
 

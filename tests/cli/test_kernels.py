@@ -186,8 +186,6 @@ def test_an_unwritable_place_is_refused_before_the_work(kernels, option: str) ->
 
 
 def test_a_second_run_replaces_the_firsts_output(kernels) -> None:
-    Path("skipless-kernels").mkdir()
-    Path("skipless-kernels/e-spa.png").write_bytes(b"old")
     kernels("e-spa", *SMALL, "--json", "e.json")
     first = Path("skipless-kernels/e-spa.png").read_bytes(), Path("e.json").read_bytes()
     kernels("e-spa", *SMALL, "--json", "e.json")
@@ -303,7 +301,7 @@ def test_a_pipe_gets_the_data_and_stays(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        check_target(pipe)
+        check_target(pipe, b"mark")
         write_output(pipe, b"data")
         assert pipe.is_fifo()
         assert os.read(reader, 100) == b"data"

@@ -15,8 +15,10 @@ from rich.console import Console
 from skipless import __version__
 from skipless.cli.reproduce import write_figure
 from skipless.console import Progress, print_table, print_text, say, write_output
+from skipless.data.folder import OPTIONS
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
+from skipless.files import check_folder
 from skipless.paper.demo import DEMO, Counting, DemoRow, counting, demo_row, demo_runs, demo_scale, sample
 from skipless.paper.experiments import Setting, Text
 from skipless.paper.records import Record
@@ -50,8 +52,7 @@ def command(
 
     Stop it at any time: the same command goes on from there, and when all is trained only draws and prints again.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out is {out}, a file; name a folder")
+    shown = _shown(out)
     scale = demo_scale(steps)
     if device is not None:
         from skipless.training.distributed import find_device
@@ -61,11 +62,22 @@ def command(
     say(f"text: the standard library of Python {sys.version_info.major}.{sys.version_info.minor}, byte by byte")
     prepare(TEXT, data, force=fresh, progress=Progress())  # what an earlier call prepared is checked and kept
     runs = demo_runs(Setting.of(scale, Text.read(data)), seed, DEMO)
+    for file in shown if fresh else ():
+        file.unlink()
     runs = [_taken_up(run, out / RUNS / run.arm, fresh) for run in runs]
     _warn_if_busy()
     trained = [_train(run, out / RUNS / run.arm, device, f"{n}/{len(runs)}") for n, run in enumerate(runs, 1)]
     rows = [demo_row(run, record, out / RUNS / run.arm, DEMO) for run, record in zip(runs, trained, strict=True)]
     _show(rows, counting(runs[0]), out, seed)
+
+
+def _shown(out: Path) -> list[Path]:
+    """What an earlier demo has shown at its end. A folder of other files is refused, and files that only look so."""
+    check_folder(out, f"{DATA}/{OPTIONS}")
+    shown = [out / name for name in (FIGURE, RESULTS, SAMPLE) if (out / name).exists()]
+    if shown and len(list(out.glob(f"{RUNS}/*/{FINISHED}"))) < len(DEMO.arms):
+        raise ValueError(f"{shown[0]} is there, and no demo has written it: move it away, or give another --out")
+    return shown
 
 
 def _taken_up(run: Run, folder: Path, fresh: bool) -> Run:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skipless import __version__
 from skipless.console import check_target, print_table, say, write_output
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import DATASETS, open_corpus
+from skipless.files import DATA_MARK
 from skipless.training.load import LoadedModel, load_model
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ def command(
     if corpus is not None and corpus not in DATASETS and not (Path(corpus) / MANIFEST).is_file():
         open_corpus(corpus)  # a wrong path is refused before anything is loaded
     if json_file is not None and str(json_file) != "-":
-        check_target(json_file)
+        check_target(json_file, DATA_MARK)
     loaded = load_model(model, tokenizer, device)
     say(f"weights: {loaded.origin}")
     seen, place = loaded.length if length is None else length, str(loaded.model.embedding.weight.device)
@@ -236,6 +238,7 @@ def _record(
 ) -> dict[str, Any]:
     """Everything as plain data; what is not finite becomes null, since JSON has no word for it."""
     plain = {
+        "skipless": __version__,
         "weights": origin,
         "options": dataclasses.asdict(options),
         "texts": {name: dataclasses.asdict(result) for name, result in texts.items()},

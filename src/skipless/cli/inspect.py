@@ -25,6 +25,7 @@ from skipless.console import (
 )
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import open_corpus
+from skipless.files import DATA_MARK
 from skipless.inspection.inspection import Inspection
 from skipless.inspection.load import FAMILIES, build_family, open_pretrained, pretrained_tokenizer
 from skipless.model import presets
@@ -100,7 +101,7 @@ def command(
     if figure is not None:
         check_figure(figure)
     if json_file is not None and str(json_file) != "-":
-        check_target(json_file)
+        check_target(json_file, DATA_MARK)
     asked.check()
     found = _inspected(asked, blocks, device, rounding)
     _report(found, json_file, figure, rounding)

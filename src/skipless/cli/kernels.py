@@ -25,6 +25,7 @@ from skipless.console import (
     say,
     write_output,
 )
+from skipless.files import DATA_MARK, PICTURE_MARK
 from skipless.inspection.inspection import finite
 from skipless.inspection.studies import InputSignal, Study, study
 from skipless.theory import kernels
@@ -152,9 +153,9 @@ def _check_outputs(figure: Path | None, json_file: Path | None, must_draw: bool)
     """Refuse what cannot be written. A figure that was not asked for may be left out where nothing can draw it."""
     check_apart({"--json": json_file, "--figure": figure})
     if figure is not None:
-        (check_figure if must_draw else check_target)(figure)
+        check_figure(figure) if must_draw else check_target(figure, PICTURE_MARK)
     if json_file is not None and str(json_file) != "-":
-        check_target(json_file)
+        check_target(json_file, DATA_MARK)
 
 
 def _follow(selection: Selection) -> list[Study]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from skipless.console import check_apart, check_target, write_output
-from skipless.files import mapping, read_json, reading
+from skipless.files import PAGE_MARK, mapping, read_json, reading
 from skipless.inspection.inspection import Inspection
 from skipless.paper.records import read_records
 from skipless.paper.tables import count
@@ -39,7 +39,7 @@ def command(
     skipless report results/baselines-small.json --out baselines.html
     """
     check_apart({"--out": out}, paths)
-    check_target(out)
+    check_target(out, PAGE_MARK)
     results = [path for path in paths if path.exists() and is_results(path)]
     inspections, curves = gather(path for path in paths if path not in results)
     found, tables, words = read_results(results, MOST_CURVES)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from skipless import __version__
 from skipless.console import Progress, nearest, print_table, say, write_output
+from skipless.files import DATA_MARK, check_folder, check_output, is_ours
 from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, Text
-from skipless.paper.records import Record, ResultsFolder
+from skipless.paper.records import LOGS, RUNS, Record, ResultsFolder
 from skipless.paper.runs import CPU, H200, Limits, Listener, Outcome, Run, missing, run_seconds, total
 from skipless.paper.tables import (
     TABLES,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
     from skipless.figures.kernels import Heading
 
-INDEX = "README.md"
+INDEX, INDEX_MARK = "README.md", b"Every table and figure of the paper"
 _MOST_SHOWN = 12
 
 
@@ -55,6 +57,7 @@ def run(request: Request, limits: Limits) -> bool:
     tables, scale = tables_named(request.tables), scale_named(request.scale)
     check_arms(tables, request.arms)
     folder = ResultsFolder(request.out, scale.name)
+    _check_place(request.out)
     reporter = Reporter()
     with folder.locked():
         trained = [table for table in tables if not table.kernels]
@@ -71,6 +74,13 @@ def run(request: Request, limits: Limits) -> bool:
             reporter.close()
         _write(tables, setting, folder)
     return not reporter.errors
+
+
+def _check_place(out: Path) -> None:
+    """Refuse a folder of other files. The first of ours there is a log, or the page of kernels, which has none."""
+    kernels = out / "kernels.json"
+    page = kernels.is_file() and is_ours(kernels, DATA_MARK)
+    check_folder(out, kernels.name if page else f"{LOGS}/*-*.jsonl", LOGS, RUNS)
 
 
 def tables_named(names: Sequence[str]) -> list[PaperTable]:
@@ -233,7 +243,12 @@ def _write_kernels(table: PaperTable, stem: Path, console: Console) -> list[Path
     checks = kernel_checks()
     drawn = write_figure(stem.with_suffix(".png"), _kernel_picture)
     page = kernels_page(table, checks, f"{stem.name}.png" if drawn else "")
-    data = {"item": table.name, "reference": table.reference, "checks": [vars(check) for check in checks]}
+    data = {
+        "skipless": __version__,
+        "item": table.name,
+        "reference": table.reference,
+        "checks": [vars(check) for check in checks],
+    }
     for check in checks:
         _print_verdict(console, "pass" if check.holds else "fail", f"{check.where}, {check.claim}", check.ours)
     return [*_write_pair(stem, page, data), *drawn]
@@ -429,6 +444,7 @@ def command(
         return
     if index:
         folders = [ResultsFolder(out, name) for name in SCALES]
+        check_output(out / INDEX, INDEX_MARK)
         write_output(out / INDEX, results_index(out, folders).encode())
         print(f"wrote {out / INDEX}")
         return

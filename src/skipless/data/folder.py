@@ -12,11 +12,10 @@ from typing import TypeVar
 from skipless.data.store import MANIFEST, VERIFIED, Section, TokenizerNote, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import (
-    LOCK,
     FolderLock,
     Journal,
     append_line,
-    is_part,
+    check_folder,
     mapping,
     read_json,
     read_lines,
@@ -43,8 +42,7 @@ class Folder:
     @contextmanager
     def locked(self) -> Generator[None]:
         """Keep a second `skipless prepare` out; the lock ends with the process, however that ends."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file: give --out a folder")
+        check_folder(self.path, OPTIONS)
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(self.path, "preparing", "wait for it, or use another --out")
@@ -54,12 +52,6 @@ class Folder:
     def claim(self, options: dict, force: bool) -> None:
         """Make the folder that of these options, or refuse: tokens by other options, or a folder of something else."""
         path = self.path / OPTIONS
-        # options.json comes first, so that without it nothing here is ours, whatever its name
-        foreign = [file.name for file in self.path.iterdir() if file.name != LOCK and not is_part(file)]
-        if foreign and not path.is_file():
-            raise ValueError(
-                f"{self.path} holds other files ({', '.join(sorted(foreign)[:3])}): give --out a folder of its own"
-            )
         there = self._options() if path.is_file() and not force else options
         if there.keys() != options.keys():
             raise ValueError(

@@ -11,9 +11,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from skipless.console import FIGURE_SUFFIXES
-from skipless.files import write_whole
+from skipless.files import PICTURE_MARK, write_whole
 from skipless.theory.certificate import Verdict
 
 INK, MUTED, FAINT = "#1b1f24", "#5f6871", "#d5d9de"
@@ -115,10 +116,11 @@ def saved(figure: Figure, path: str | Path | None) -> Figure:
 
 def render(figure: Figure, suffix: str, dpi: int = 200) -> bytes:
     """The figure as a file's content: ".png", ".pdf" or ".svg". No date is put in, so equal figures are equal bytes."""
-    undated = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}[suffix]
+    maker = PICTURE_MARK.decode()
+    undated = {".png": {}, ".pdf": {"CreationDate": None, "Creator": maker}, ".svg": {"Date": None, "Creator": maker}}
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=undated)
+        figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=undated[suffix])
     return _with_palette(buffer) if suffix == ".png" else buffer.getvalue()
 
 
@@ -127,5 +129,7 @@ def _with_palette(png: io.BytesIO) -> bytes:
     small = io.BytesIO()
     with Image.open(png) as image:
         reduced = image.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        reduced.save(small, format="png", optimize=True, dpi=image.info["dpi"])
+        maker = PngInfo()
+        maker.add_text("Software", PICTURE_MARK.decode())
+        reduced.save(small, format="png", optimize=True, dpi=image.info["dpi"], pnginfo=maker)
     return small.getvalue()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skipless import lazy
+from skipless import __version__, lazy
 from skipless.console import html_table, number, text_table
 from skipless.files import reading
 from skipless.schema import build, check, shortened
@@ -158,8 +158,8 @@ class Inspection:
         }
 
     def to_json(self) -> str:
-        """as_dict as text, with null for what is not a finite number."""
-        return json.dumps(finite(self.as_dict()), allow_nan=False, ensure_ascii=False)
+        """as_dict as text, after the version, with null for what is not a finite number."""
+        return json.dumps({"skipless": __version__, **finite(self.as_dict())}, allow_nan=False, ensure_ascii=False)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Inspection":

@@ -34,11 +34,10 @@ from skipless.console import Progress
 from skipless.data.store import fingerprint, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import (
-    LOCK,
     FolderLock,
     Journal,
+    check_folder,
     check_hashes,
-    is_part,
     mapping,
     read_json,
     read_lines,
@@ -99,7 +98,7 @@ class RunFolder:
 
         def claim() -> None:
             with _storing(path):
-                _check_place(path)
+                check_folder(path, EXPERIMENT)
                 path.mkdir(parents=True, exist_ok=True)
                 locks.append(FolderLock(path, "training in", "wait for it, stop it, or use another folder"))
                 try:
@@ -168,17 +167,6 @@ class RunFolder:
 
 def _storing(path: Path) -> AbstractContextManager[None]:
     return writing(path, "go on with --resume", room="make room, or lower train.keep")
-
-
-def _check_place(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; a run needs a folder")
-    there = list(path.iterdir()) if path.exists() else []
-    foreign = [file.name for file in there if file.name != LOCK and not is_part(file)]
-    if foreign and not (path / EXPERIMENT).is_file():
-        raise ValueError(
-            f"{path} holds other files ({', '.join(sorted(foreign)[:3])}); give the run a folder of its own"
-        )
 
 
 def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
