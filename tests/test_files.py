@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -171,6 +172,22 @@ def test_a_journal_goes_on_after_half_a_line(tmp_path):
     assert (read_lines(path), path.read_bytes()) == ([{"step": 1}], before), "reading changes nothing"
     append_line(path, {"step": 3, "loss": float("inf")})
     assert read_lines(path) == [{"step": 1}, {"step": 3, "loss": float("inf")}]
+
+
+@pytest.mark.parametrize("harm", ["file", "folder", "replaced"])
+def test_a_journal_that_is_deleted_meanwhile_takes_no_more_lines(tmp_path, harm):
+    journal = Journal(tmp_path / "run" / "log.jsonl")
+    journal.path.parent.mkdir()
+    journal.add({"step": 1})
+    if harm == "folder":
+        shutil.rmtree(tmp_path / "run")
+    else:
+        journal.path.unlink()
+    if harm == "replaced":
+        journal.path.write_text("")
+    for act in (journal.sync, lambda: journal.add({"step": 2})):
+        with pytest.raises(OSError, match="deleted or replaced by another program"):
+            act()
 
 
 def test_a_journal_is_replaced_and_goes_on(tmp_path):

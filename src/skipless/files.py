@@ -349,6 +349,7 @@ class Journal:
             self._cut_unfinished_line()
             self._file = self.path.open("ab")
         try:
+            self._check_there()
             self._file.write(line)
             self._file.flush()
         except OSError:
@@ -359,6 +360,7 @@ class Journal:
     def sync(self) -> None:
         """Flush the lines to the disk."""
         if self._file is not None:
+            self._check_there()
             os.fsync(self._file.fileno())
 
     def replace(self, records: Iterable[dict[str, Any]]) -> None:
@@ -373,6 +375,16 @@ class Journal:
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+    def _check_there(self) -> None:
+        """OSError if the file has been deleted or replaced: lines would go where nobody finds them."""
+        assert self._file is not None
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise OSError(errno.ENOENT, "it was deleted or replaced by another program while it was being written")
 
     def _cut_unfinished_line(self) -> None:
         if self.path.is_file():

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -80,6 +81,32 @@ def test_validation_on_another_folder_wants_the_same_tokens(experiment, prepared
     prepare(Preparation(str(text), Bytes(), valid_fraction=0.5), tmp_path / "bytes", workers=1)
     validated(tmp_path / "bytes")
     assert read_result(tmp_path / "run")["valid"]["loss"] > 0
+
+
+@pytest.mark.parametrize("harm", ["log", "folder", "shard"])
+def test_what_is_taken_away_during_a_run_ends_it_with_its_name(experiment, tmp_path, monkeypatch, harm):
+    """By another program, between two steps. The same command goes on once it is there again."""
+    data = tmp_path / "tokens"
+    shutil.copytree(experiment.data.folder, data)
+    experiment = experiment.with_fields({"data.folder": str(data)})
+    evaluate, run = Trainer.evaluate, tmp_path / "run"
+
+    def take_away(trainer: Trainer) -> None:
+        evaluate(trainer)
+        if harm == "log":
+            (run / "metrics.jsonl").unlink()
+        elif harm == "folder":
+            shutil.rmtree(run)
+        else:
+            os.truncate(data / "train-00000.bin", 100)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", take_away)
+        with pytest.raises((OSError, ValueError), match=r"metrics\.jsonl could not be .* deleted or|bin was cut short"):
+            train(experiment, run, device="cpu", quiet=True)
+    assert not (run / "finished.json").exists()
+    if harm == "log":
+        train(experiment, run, resume=True, device="cpu", quiet=True)
 
 
 @pytest.mark.parametrize("name", ["muon", "soap"])

@@ -4,7 +4,10 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +16,15 @@ from typing import Any, Literal
 import numpy as np
 
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, token_dtype
-from skipless.files import WholeFile, mapping, read_json, write_whole, writing
+from skipless.files import WholeFile, mapping, read_json, reading, write_whole, writing
 from skipless.schema import build
 
 logger = logging.getLogger("skipless")
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"
 FORMAT = 1
+_MOST_OPEN = 64  # shards, of which a process may not have thousands open
+_MOST_READ = 1 << 26  # tokens at once
 REMAKE = "delete it, and the same `skipless prepare` command makes it anew"
 
 
@@ -190,8 +195,9 @@ class TokenStore:
         check_sizes(self.folder, self.shards, self.dtype.itemsize)
         if verify != "never":
             verify_shards(self.folder, self.shards, trust=verify == "changed")
-        # seen as plain arrays: slicing np.memmap itself is ten times slower
-        self._maps = [np.asarray(np.memmap(self.folder / s.file, dtype=self.dtype, mode="r")) for s in self.shards]
+        self._handles: OrderedDict[int, int] = OrderedDict()  # of the shards last read
+        self._one_reader = threading.Lock()
+        weakref.finalize(self, _close, self._handles)
         self._ends = np.cumsum([shard.tokens for shard in self.shards])
         self._starts = self._ends - [shard.tokens for shard in self.shards]
 
@@ -219,14 +225,12 @@ class TokenStore:
         """Tokens start … start+length−1 in the shards' dtype, across shards if need be."""
         if start < 0 or length < 0 or start + length > len(self):
             raise ValueError(f"tokens {start} to {start + length} of {len(self)}: out of range")
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        pieces = []
+        pieces = [np.empty(0, self.dtype)]
         while length > 0:
-            first = start - (int(self._ends[index - 1]) if index else 0)
-            piece = self._maps[index][first : first + length]
-            pieces.append(piece)
-            start, length, index = start + len(piece), length - len(piece), index + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate([*pieces, np.empty(0, self.dtype)])
+            index = int(np.searchsorted(self._ends, start, side="right"))
+            pieces.append(self._tokens(index, start - int(self._starts[index]), length))
+            start, length = start + len(pieces[-1]), length - len(pieces[-1])
+        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
 
     def gather(self, starts: np.ndarray, rows: np.ndarray) -> None:
         """Fill each row of `rows`, integers shaped (len(starts), length), with the tokens from its start on."""
@@ -234,14 +238,50 @@ class TokenStore:
         shards = np.searchsorted(self._ends, starts, side="right")
         firsts = starts - self._starts[np.minimum(shards, len(self.shards) - 1)]
         for row, start, shard, first in zip(rows, starts.tolist(), shards.tolist(), firsts.tolist(), strict=True):
-            inside = self._maps[shard][first : first + length] if shard < len(self._maps) else ()
+            inside = self._tokens(shard, first, length) if shard < len(self.shards) else ()
             row[:] = inside if len(inside) == length else self.read(start, length)
 
     def pieces(self, length: int = 1 << 20) -> Iterator[np.ndarray]:
         """All tokens in order, in arrays of at most `length`."""
-        for tokens in self._maps:
-            for start in range(0, len(tokens), length):
-                yield tokens[start : start + length]
+        for index, shard in enumerate(self.shards):
+            for start in range(0, shard.tokens, length):
+                yield self._tokens(index, start, length)
+
+    def _tokens(self, index: int, first: int, most: int) -> np.ndarray:
+        """Tokens of a shard from `first` on, `most` or as many as it has.
+
+        By reading and not by mapping it into memory: there, a file that is cut short meanwhile would end the process.
+        """
+        count, size = min(most, self.shards[index].tokens - first, _MOST_READ), self.dtype.itemsize
+        with self._one_reader:
+            data = _read_at(self._opened(index), count * size, first * size)
+        if len(data) < count * size:
+            path = self.folder / self.shards[index].file
+            raise ValueError(f"{path} was cut short while it was in use: {REMAKE}")
+        return np.frombuffer(data, self.dtype)
+
+    def _opened(self, index: int) -> int:
+        if index not in self._handles:
+            if len(self._handles) == _MOST_OPEN:
+                os.close(self._handles.popitem(last=False)[1])
+            path = self.folder / self.shards[index].file
+            with reading(path, REMAKE):
+                self._handles[index] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        self._handles.move_to_end(index)
+        return self._handles[index]
+
+
+def _close(handles: dict[int, int]) -> None:
+    for handle in handles.values():
+        os.close(handle)
+
+
+def _seek_and_read(handle: int, size: int, start: int) -> bytes:
+    os.lseek(handle, start, os.SEEK_SET)
+    return os.read(handle, size)
+
+
+_read_at: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)  # which Windows lacks
 
 
 def folder_tokenizer(folder: Path, described: TokenizerNote) -> Tokenizer:

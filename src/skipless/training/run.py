@@ -136,7 +136,9 @@ class RunFolder:
             extra = due is not None and "loss" in record and not due(record["step"])
             return step is not None and record["step"] <= step and not extra
 
-        if self._log is not None and self.metrics.is_file():
+        if self._log is not None and step and not self.metrics.is_file():
+            logger.warning("%s is gone, and with it the log of the steps up to %d", self.metrics, step)
+        elif self._log is not None and self.metrics.is_file():
             with _storing(self.metrics):
                 self._log.replace(record for record in read_metrics(self.metrics) if stays(record))
 
