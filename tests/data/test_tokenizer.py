@@ -3,6 +3,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from skipless.console import Progress
 from skipless.data.text import open_corpus
 from skipless.data.tokenizer import (
     ByteTokenizer,
@@ -97,3 +98,19 @@ def test_bytes_have_256_symbols_and_a_wider_vocabulary_four_bytes():
     assert load_tokenizer("bytes").vocab_size == 256
     assert token_dtype(65_536) == np.uint16
     assert token_dtype(65_537) == np.uint32
+
+
+def test_training_shows_how_far_it_is(sources):
+    """Rounds that were done of so many; all of them in the end, and never more than it said."""
+    seen = []
+
+    class Listener(Progress):
+        def show(self, text="", *, done=None, total=None):
+            seen.append((done, total))
+
+    TrainUnigram(600, 0.3).make(open_corpus(sources).parts, lambda text: True, Listener(quiet=True))
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert len(seen) > 4
+    totals = [total for _, total in seen]
+    assert max(totals) - min(totals) <= 4, "what is left is known from the start"
+    assert seen[-1][0] <= seen[-1][1] <= seen[-1][0] + 4

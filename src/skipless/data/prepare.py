@@ -229,7 +229,7 @@ def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progr
             progress.say(
                 f"training a tokenizer: unigram, {size:,} pieces, on up to {sample:g} MB of {texts.corpus.name}"
             )
-        tokenizer = plan.tokenizer.make(texts.corpus.parts, texts.trains)
+        tokenizer = plan.tokenizer.make(texts.corpus.parts, texts.trains, progress)
     if described is None:
         folder.note_tokenizer(TokenizerNote.of(tokenizer))
     else:
