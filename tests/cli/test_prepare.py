@@ -73,7 +73,7 @@ def test_errors_are_one_line_with_a_remedy(text, tmp_path, monkeypatch, capsys):
     assert "is not a SentencePiece model" in says(text, "--tokenizer", bad, "--force")
     assert "byte fallback alone needs" in says(text, "--vocab", "3")
     assert "use 'error' or 'replace'" in says(text, "--bytes", "--invalid-utf8", "ignore")
-    assert "at least one thread" in says(text, "--bytes", "--workers", "0")
+    assert "give 1 to 1024 threads" in says(text, "--bytes", "--workers", "0")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")

@@ -334,10 +334,10 @@ def _listen(stderr: IO[bytes], complaint: list[str], vocab_size: int, progress: 
             rounds += 1
             left = math.log(max(int(found[1]) / (1.1 * vocab_size), 1.0)) / math.log(4 / 3)
             if progress is not None and total == 0:
-                progress.start("training the tokenizer")
+                progress.start("training the tokenizer", percent=True)
             total = max(total, rounds + 1 + 2 * math.ceil(left))
             if progress is not None:
-                progress.show("rounds", done=rounds, total=total)
+                progress.show(done=rounds, total=total)
         elif found := _COMPLAINT.match(words):
             complaint.append(found[1])
 
