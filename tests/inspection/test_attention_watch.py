@@ -48,7 +48,7 @@ def brute(module: ShapedAttention, x: torch.Tensor, layout: Layout) -> tuple[flo
     bias, _ = parts.between(layout.query_locations, layout.key_locations)
     scores = q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT / math.sqrt(module.head_width) + bias
     if module.relative is not None:
-        scores = scores + module.relative(q, k, layout.query_locations, layout.key_locations)
+        scores = scores + module.relative(q, k, layout)
     visible = layout.visible(True)[:, None].expand_as(scores)
     weights, keys = scores.masked_fill(~visible, -math.inf).softmax(-1), visible.sum(-1)
     choosing = keys > 1

@@ -3,6 +3,7 @@ import torch
 
 from skipless.nn.position import RelativePosition
 from skipless.ops.attention import Rotation
+from skipless.ops.layout import Layout
 
 
 def test_rotated_products_depend_on_distance_alone():
@@ -36,8 +37,7 @@ def test_relative_terms_are_those_of_transformer_xl():
     torch.nn.init.normal_(module.content_bias)
     torch.nn.init.normal_(module.position_bias)
     q, k = torch.randn(1, 2, 4, 6).double(), torch.randn(1, 2, 4, 6).double()
-    locations = torch.arange(4)[None]
-    scores = module(q, k, locations, locations)
+    scores = module(q, k, Layout.continuing(0, 4))
     for h in range(2):
         for i in range(4):
             for j in range(4):
@@ -50,6 +50,5 @@ def test_relative_terms_are_those_of_transformer_xl():
 def test_relative_terms_start_at_zero_with_zero_queries():
     module = RelativePosition(width=12, heads=2, head_width=6)
     module.reset_parameters()
-    locations = torch.arange(4)[None]
-    scores = module(torch.zeros(1, 2, 4, 6), torch.randn(1, 2, 4, 6), locations, locations)
+    scores = module(torch.zeros(1, 2, 4, 6), torch.randn(1, 2, 4, 6), Layout.continuing(0, 4))
     assert (scores == 0).all()

@@ -345,7 +345,7 @@ def next_logits(model: "Transformer", cache: KVCache, replayed: bool) -> Callabl
 def replays(model: "Transformer", tokens: Tensor, new_tokens: int) -> bool:
     """Whether `stream` decodes by a graph: on one GPU, where launching the kernels of a step takes longer than they do.
 
-    Relative positions read their furthest distance from the device, which cannot be recorded.
+    Relative positions, whose terms are dense in any case, are left to run step by step.
     """
     if not tokens.is_cuda or new_tokens < _FEWEST_TOKENS or model.config.position == "relative":
         return False

@@ -114,8 +114,12 @@ class ShapedAttention(nn.Module):
             q, keys, values, self._bias_for(x, keys, positions), impl=self.options.impl, layout=positions.layout,
             bias_gain=self.bias_gain, score_bias=self._relative_scores(q, keys, positions), rotation=rotation, qkv=qkv,
         )  # fmt: skip
+        return self.finish(mixed, v, x.dtype)
+
+    def finish(self, mixed: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+        """W_O on the heads side by side; in Value-SkipInit on αV + β·mixed, with v the values of x alone."""
         mixed = self._with_own_values(mixed, v)
-        return project(mixed.transpose(1, 2).flatten(2).to(x.dtype), self.output)[0]
+        return project(mixed.transpose(1, 2).flatten(2).to(dtype), self.output)[0]
 
     def inputs(
         self, x: Tensor, positions: Positions | None = None, held: tuple[Tensor, Tensor] | None = None
@@ -209,7 +213,7 @@ class ShapedAttention(nn.Module):
         if self.relative is None:
             return None
         layout = positions.layout or Layout.continuing(keys.shape[2] - q.shape[2], q.shape[2], q.device)
-        return self.relative(q, keys, layout.query_locations, layout.key_locations)
+        return self.relative(q, keys, layout)
 
 
 def _rotated(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:

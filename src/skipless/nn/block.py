@@ -77,10 +77,10 @@ class MLP(nn.Module):
     def _fuses(self, x: Tensor) -> bool:
         """Whether b₁ and φ̂ are one kernel on x; other modules, and ones with hooks, are called as they are."""
         up, activation = self.up, self.activation
-        if type(up) is not nn.Linear or type(activation) is not Activation or x.numel() < _FEWEST_ROWS * x.shape[-1]:
+        if type(up) is not nn.Linear or type(activation) is not Activation or has_hooks(up) or has_hooks(activation):
             return False
         fused = kernel_supports(x.device, product_dtype(x), up.out_features, activation.spec)
-        return fused and not has_hooks(up) and not has_hooks(activation)
+        return fused and x.numel() >= _FEWEST_ROWS * x.shape[-1]
 
 
 class SubBlock(nn.Module):

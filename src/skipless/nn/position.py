@@ -47,10 +47,10 @@ class RelativePosition(nn.Module):
         nn.init.zeros_(self.content_bias)
         nn.init.zeros_(self.position_bias)
 
-    def forward(self, q: Tensor, k: Tensor, query_locations: Tensor, key_locations: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, layout: Layout) -> Tensor:
         """The scores' position terms, (batch, heads, T_q, T_k), already divided by √head_width. Dense by nature."""
-        distance = query_locations[:, :, None] - key_locations[:, None, :]
-        furthest = int(distance.abs().max())
+        distance = layout.query_locations[:, :, None] - layout.key_locations[:, None, :]
+        furthest = (layout.extent or k.shape[2]) - 1
         table = torch.arange(-furthest, furthest + 1, device=q.device)
         keys = self.key(self._sinusoids(table).to(q.dtype)).view(-1, self.heads, self.head_width)
         by_distance = torch.einsum("bhid,rhd->bhir", q + self.position_bias[:, None, :].to(q.dtype), keys)

@@ -224,6 +224,8 @@ def choose(inputs: AttentionInputs) -> tuple[str, str]:
             return "sdpa", f"flex cannot: {why_flex}"
         if queries > _DECODING_QUERIES:
             return "flex", f"triton cannot: {why}"
+    elif torch.compiler.is_compiling():  # the choice must not depend on lengths, which an exported program leaves open
+        return "sdpa", "what is traced on a CPU attends by a dense bias, at any length"
     if inputs.q.is_cuda or queries <= _DECODING_QUERIES < keys:
         return "sdpa", f"at most {_DECODING_QUERIES} queries (decoding): a dense bias is small"
     if keys <= _DENSE_KEYS:

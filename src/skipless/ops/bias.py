@@ -242,7 +242,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"got {seen}; all three must be (batch, heads, length, head_width)")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"got {seen}; k and v must have one shape, and share batch and head_width with q")
-    if min(*q.shape, *k.shape) < 1:
+    if any(size < 1 for size in (*q.shape, *k.shape)):
         raise ValueError(f"got {seen}; no dimension may be empty")
     if q.shape[1] % k.shape[1]:
         raise ValueError(

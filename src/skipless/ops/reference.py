@@ -18,21 +18,20 @@ def attend(inputs: AttentionInputs) -> Tensor:
     In half precision the two matrix products round to q's dtype, as a plain implementation would; scores, bias and
     softmax are float32.
     """
-    v = inputs.v.repeat_interleave(inputs.groups, dim=1)
-    weights, row_scale = attention_weights(inputs)
-    return ((weights.to(v.dtype) @ v).to(inputs.compute_dtype) * row_scale).to(inputs.q.dtype)
+    return attend_with_weights(inputs)[0]
 
 
-def attention_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """softmax(mask(q kᵀ/√head_width + g·B + score_bias)), (batch, heads, T_q, T_k), and D, 0 for rows that see nothing.
-
-    Such a row takes the softmax of zeros, for D to drop: −∞ throughout would be NaN.
-    """
-    k = inputs.k.repeat_interleave(inputs.groups, dim=1)
+def attend_with_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """attend, and the rows of its softmax before D: (batch, heads, T_q, T_k), 0 in rows that see nothing."""
+    q, dtype = inputs.q, inputs.compute_dtype
+    k, v = (t.repeat_interleave(inputs.groups, dim=1) for t in (inputs.k, inputs.v))
     term, visible, row_scale = score_terms(inputs)
-    scores = (inputs.q @ k.mT).to(inputs.compute_dtype) * inputs.scale + term
+    scores = (q @ k.mT).to(dtype) * inputs.scale + term
     seen = visible.any(dim=-1, keepdim=True)
-    return scores.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0).softmax(dim=-1), row_scale * seen
+    # a row that sees nothing takes the softmax of zeros and is dropped then: −∞ throughout would be NaN
+    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0)
+    weights = scores.softmax(dim=-1).masked_fill(~seen, 0.0).to(v.dtype)
+    return ((weights @ v).to(dtype) * row_scale).to(q.dtype), weights
 
 
 def score_terms(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +64,7 @@ def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:
     q, k, v = inputs.q, inputs.k, inputs.v
     scale, grouped = inputs.scale, inputs.groups > 1
     if needs_no_bias(inputs):
-        causal = inputs.bias.causal and q.shape[2] > 1
+        causal = bool(inputs.bias.causal and q.shape[2] > 1)
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     term, visible, row_scale = score_terms(inputs)
     seen = visible.any(dim=-1, keepdim=True)
