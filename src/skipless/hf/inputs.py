@@ -52,24 +52,25 @@ class Placement:
         depth: int,
     ) -> "Placement":
         """Of x (batch, T) or (batch, T, width), behind what the cache holds."""
-        past, batch, new = _filled(cache), x.shape[0], x.shape[1]
-        if isinstance(past, Tensor):  # a cache of a fixed size, traced
-            assert cache is not None
-            slots = cast(StaticLayer, cache.layers[0]).max_cache_len
-            layout = _in_fixed_slots(attention_mask, past, new, slots, x.device)
-            return cls(layout, [HFLayerCache(cache, index, slots) for index in range(depth)])
-        slots = past + new
-        layout = _by_mask(attention_mask, (batch, new, slots), x.device)
-        if position_ids is not None:
-            layout = _by_position_ids(position_ids.to(x.device), layout, past, new)
+        batch, new = x.shape[0], x.shape[1]
+        past = 0 if cache is None else cache.get_seq_length()
+        if slots := fixed_size(cache):
+            past = torch.as_tensor(past, device=x.device)
+            layout = _in_fixed_slots(attention_mask, past, new, slots)
+        else:
+            slots = past + new
+            layout = _by_mask(attention_mask, (batch, new, slots), x.device)
+            if position_ids is not None:
+                layout = _by_position_ids(position_ids.to(x.device), layout, past, new)
         caches = None if cache is None else [HFLayerCache(cache, index, slots) for index in range(depth)]
-        return cls(layout, caches, past)
+        return cls(layout, caches, 0 if isinstance(past, Tensor) else past)
 
 
-def _filled(cache: Cache | None) -> int | Tensor:
-    """How many slots hold something; caches of a fixed size count in a tensor, which is read where nothing traces."""
-    past = 0 if cache is None else cache.get_seq_length()
-    return int(past) if isinstance(past, Tensor) and not torch.compiler.is_compiling() else past
+def fixed_size(cache: Cache | None) -> int:
+    """The slots of a cache that has all of them from the start and counts those filled on the device; else 0."""
+    if cache is None or not cache.is_compileable:
+        return 0
+    return cast(StaticLayer, cache.layers[0]).max_cache_len
 
 
 def _by_mask(mask: Tensor | None, sizes: tuple[int, int, int], device: torch.device) -> Layout | None:
@@ -125,7 +126,7 @@ def _by_position_ids(position_ids: Tensor, layout: Layout | None, past: int, new
     Without a mask or a cache they may start again at 0, where the next document of a packed row begins. At padding they
     may be what they like.
     """
-    packs = layout is None and not isinstance(past, Tensor) and past == 0
+    packs = layout is None and past == 0
     if torch.compiler.is_compiling():
         return _packed(position_ids) if packs else layout
     if layout is None:
@@ -152,13 +153,18 @@ def _packed(position_ids: Tensor) -> Layout:
     return Layout(position_ids, position_ids, documents, documents)
 
 
-def _in_fixed_slots(mask: Tensor | None, past: Tensor, new: int, slots: int, device: torch.device) -> Layout:
+def _in_fixed_slots(mask: Tensor | None, past: Tensor, new: int, slots: int) -> Layout:
     """The layout over all slots of a cache, of which `past`, a number on the device, are filled; others are unseen."""
-    here, keys = past + torch.arange(new, device=device), torch.arange(slots, device=device)
+    here, keys = past + torch.arange(new, device=past.device), torch.arange(slots, device=past.device)
     if mask is None:
         return Layout(here[None], keys[None])
     if mask.dim() == 4:
         mask = _seen(mask)[:, 0].any(dim=1)
-    token = pad(mask != 0, (0, slots - mask.shape[1])) & (keys < past + new)
+    token = filled_up(mask.to(past.device) != 0, slots) & (keys < past + new)
     locations, documents = (token.cumsum(dim=1) - 1).clamp(min=0), torch.where(token, 0, PADDING)
     return Layout(locations.index_select(1, here), locations, documents.index_select(1, here), documents)
+
+
+def filled_up(mask: Tensor, slots: int) -> Tensor:
+    """A mask (batch, some slots) as one of all slots of a cache, so that it keeps one shape while tokens come."""
+    return pad(mask, (0, slots - mask.shape[1]))

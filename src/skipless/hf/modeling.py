@@ -1,5 +1,6 @@
 """The network as Hugging Face models: the bare one, a language model and two classifiers."""
 
+import logging
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,14 +22,16 @@ from transformers.utils.generic import can_return_tuple
 
 from skipless.files import HASHES, check_hashes
 from skipless.hf.configuration import AUTO_CLASSES, SkiplessConfig
-from skipless.hf.inputs import Placement
+from skipless.hf.inputs import Placement, filled_up, fixed_size
 from skipless.hf.tokenizer import fast_tokenizer
 from skipless.model.config import Head, ModelConfig
 from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import ShapedAttention
 from skipless.ops.layout import Layout
-from skipless.ops.reference import attention_weights
+from skipless.ops.reference import attend_with_weights
+
+logger = logging.getLogger("skipless")
 
 
 class Hidden(NamedTuple):
@@ -137,7 +140,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         attention_mask (batch, past + T) may pad anywhere. position_ids are implied by it: others are an error, unless
         they start again at 0 for each document of a packed row. inputs_embeds are rows as get_input_embeddings() gives.
         output_hidden_states gives depth + 1 tensors: the embedding, then each block's output, the last after the norm.
-        output_attentions gives each block's softmax rows, computed once more: attention itself never forms them.
+        output_attentions gives each block's softmax rows; attention then runs by its dense definition, which has them.
         """
         x = input_ids if input_ids is not None else inputs_embeds
         if x is None or (input_ids is not None and inputs_embeds is not None):
@@ -293,21 +296,26 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in transformers. A prompt that ends in padding is refused: no token can follow it."""
-        if is_first_iteration and attention_mask is not None and attention_mask.dim() == 2:
-            ended = (attention_mask[:, -1] == 0).nonzero()[:, 0].tolist()
-            if ended:
-                raise ValueError(
-                    f"rows {ended} end in padding, where no token can follow; pad on the left: "
-                    "tokenizer.padding_side = 'left'"
-                )
+        """As in transformers, but the mask says where tokens stand: transformers counts on from a last, padded one."""
         given = (next_sequence_length, past_key_values, attention_mask, inputs_embeds, is_first_iteration)
-        return cast(Any, super()).prepare_inputs_for_generation(input_ids, *given, **kwargs)
+        inputs = cast(Any, super()).prepare_inputs_for_generation(input_ids, *given, **kwargs)
+        if attention_mask is None or attention_mask.dim() != 2:
+            return inputs
+        ended = (attention_mask[:, -1] == 0).nonzero()[:, 0].tolist() if is_first_iteration else []
+        if ended:
+            logger.warning(
+                "rows %s end in padding, so what is generated there continues no token; pad on the left: "
+                "tokenizer.padding_side = 'left'",
+                ended,
+            )
+        if ended or not is_first_iteration:
+            inputs.pop("position_ids", None)
+        return inputs
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """The mask as it is: where tokens stand says what they see, and a dense mask would say less."""
-        return attention_mask
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **given: Any) -> Tensor | None:
+        """The mask for a cache of a fixed size, of all its slots: where tokens stand says what they see."""
+        return None if attention_mask is None else filled_up(attention_mask, fixed_size(given["past_key_values"]))
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: continuous batching writes the rows of several requests into one, with pages for a cache."""
@@ -435,16 +443,20 @@ def _recording(model: Transformer, states: bool, attentions: bool) -> Generator[
     """While open, lists take what enters the first block and leaves each one, and each block's softmax rows."""
     recorded, hooks = _Recorded([], []), []
 
-    def weigh(attention: ShapedAttention, inputs: tuple, _: Tensor) -> None:
-        x, positions, cache = inputs
-        weights, row_scale = attention_weights(attention.inputs(x, positions, None if cache is None else cache.held))
-        recorded.attentions.append(weights * (row_scale != 0))
+    def attend_densely(attention: ShapedAttention, arguments: tuple, _: Tensor) -> Tensor:
+        x, positions, cache = arguments
+        inputs = attention.inputs(x, positions, None if cache is None else cache.held)
+        with torch.autocast(x.device.type, enabled=False):
+            mixed, weights = attend_with_weights(inputs)
+        recorded.attentions.append(weights)
+        own = attention.inputs(x, positions).v
+        return attention.finish(mixed, own, x.dtype)
 
     if states:
         hooks.append(model.blocks[0].register_forward_pre_hook(lambda _, inputs: recorded.states.append(inputs[0])))
         hooks.extend(b.register_forward_hook(lambda _, __, out: recorded.states.append(out)) for b in model.blocks)
     if attentions:
-        hooks.extend(block.layers()[0].register_forward_hook(weigh) for block in model.each_block())
+        hooks.extend(block.layers()[0].register_forward_hook(attend_densely) for block in model.each_block())
     try:
         yield recorded
     finally:
