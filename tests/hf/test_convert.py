@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    GemmaConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -17,14 +19,19 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3Config,
+    SmolLM3Config,
     T5Config,
 )
 
 import skipless
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.convert import Conversion, convert
+from skipless.hf.tokenizer import byte_tokenizer
 from skipless.model.kernel_maps import certificate
 from skipless.model.transformer import Transformer
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
@@ -118,11 +125,58 @@ def test_the_counterpart_runs_and_keeps_the_signal(source) -> None:
     assert conversion.model.blocks[0].layers()[0].query.weight.abs().max() == 0  # SPA's start, not the source's
 
 
-def test_a_model_is_read_by_its_config_alone() -> None:
+def test_a_model_s_embedding_is_carried_over_and_nothing_else() -> None:
     model = GPT2LMHeadModel(gpt2())
     conversion = skipless.convert(model)
     assert conversion.config == convert(model.config).config
-    assert "no weight is carried over" in str(conversion)
+    assert "the embedding is, scaled" in str(conversion)
+    assert "no weight is carried over" in str(convert(model.config))
+    own, rows = conversion.model.embedding.weight.detach(), model.get_input_embeddings().weight.detach()
+    torch.testing.assert_close(own.square().sum(1).mean(), torch.tensor(1.0))
+    torch.testing.assert_close(own / own.norm(), rows / rows.norm())
+    assert torch.equal(conversion.to_hf().lm_head.weight, own)
+
+
+def test_the_tokenizer_serves_the_counterpart() -> None:
+    model = convert(llama(vocab_size=256), tokenizer=byte_tokenizer()).model
+    assert model.generate("abc", 2).startswith("abc")
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [
+        (Qwen3Config, {"heads": "4 of width 128 → 4 of width 8", "norms of queries and keys": "RMSNorm → none"}),
+        (Olmo2Config, {"norms": "RMSNorm after each sub-block and at the end → none"}),
+        (SmolLM3Config, {"positions": "RoPE in 5 of 6 blocks → RoPE in all"}),
+        (Phi3Config, {}),
+        (
+            GemmaConfig,
+            {"heads": "4 of width 256 → 4 of width 8", "MLP": "gated gelu_pytorch_tanh, hidden 48 → gelu, hidden 72"},
+        ),
+    ],
+    ids=lambda kind: getattr(kind, "model_type", None),
+)
+def test_decoders_that_differ_in_what_is_replaced(kind, seen: dict) -> None:
+    source = kind(**SMALL, intermediate_size=48, pad_token_id=0, **SIZES)
+    conversion = convert(AutoModelForCausalLM.from_config(source), activation="gelu")
+    assert seen.items() <= changed(conversion).items()
+    assert (conversion.config.heads, conversion.config.kv_heads, conversion.config.hidden) == (4, 2, 72)
+    assert conversion.to_hf()(torch.zeros(1, 3, dtype=torch.long)).logits.shape == (1, 3, 60)
+    matrices = sum(w.numel() for w in AutoModelForCausalLM.from_config(source).parameters() if w.ndim == 2)
+    assert conversion.source.matrix_parameters == matrices
+
+
+def test_mirrored_targets() -> None:
+    conversion = convert(llama(hidden=54), mlp_init="mirrored", value_output="identity", norm="none")
+    config = conversion.config
+    assert (config.mlp_init, config.value_output, config.kv_heads, config.hidden) == ("mirrored", "identity", 4, 82)
+    assert changed(conversion)["MLP"] == "gated silu, hidden 54 → gelu, hidden 82"
+    assert changed(conversion)["W_V and W_O"] == "2 heads of values → none: the input split into 4 heads"
+    assert "starts as a rotation" in str(conversion)
+    assert "Squared norms start at 1" in str(conversion)
 
 
 def test_without_memory_on_the_meta_device() -> None:
@@ -249,7 +303,6 @@ def test_few_blocks_leave_the_activation_unshaped_and_say_so() -> None:
         (Qwen2VLConfig(), r"convert\(config.text_config\)"),
         (SkiplessConfig(depth=6), "this library's own"),
         (gpt2(add_cross_attention=True), "cross-attention"),
-        (llama(head_dim=16), "set head_dim=8"),
         (llama(heads=4, head_width=3), "odd"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
@@ -268,6 +321,10 @@ def test_wrong_arguments_say_what_is_right() -> None:
         convert(llama(), skip_weight=1.0)
     with pytest.raises(ValueError, match="gamma_final ≥"):
         convert(llama(), ExponentialSPA(0.005), skip_weight=0.98)
+    with pytest.raises(ValueError, match="'value_output'"):
+        convert(llama(), value_outputs="identity")
+    with pytest.raises(ValueError, match="depth is given, but it follows from the source"):
+        convert(llama(), depth=3)
     for hidden in (-5, 1.5):
         with pytest.raises(ValueError, match=f"hidden is {hidden}; it must be an integer of at least 0"):
             convert(llama(), hidden=hidden)

@@ -1,22 +1,25 @@
-"""Convert: a fresh skipless network of the sizes of a Llama, GPT-NeoX or GPT-2, and what differs between the two."""
+"""Convert: a skipless network of the sizes of a Llama, GPT-2 or another decoder, and what differs between the two."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import SkiplessForCausalLM
+from skipless.hf.tokenizer import FastTokenizer
 from skipless.model import kernel_maps
-from skipless.model.config import SCHEMES, ModelConfig, named_activation
+from skipless.model.config import SCHEMES, ModelConfig, check_names, named_activation
 from skipless.model.presets import REPEAT_RATE
 from skipless.model.transformer import Transformer
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.feasibility import check_skip_weight, round_up, smallest_gamma_final
-from skipless.theory.propagation import NormPlacement, Skip
+from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, ValueSkipInit
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -24,6 +27,19 @@ _ALIBI = ("bloom", "mpt")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DEFAULT_GAMMA = 0.005
 _LOCATIONS = 100  # that theory follows
+# fields that follow from the source, from `scheme` or from `skip_weight`
+_GIVEN = (
+    "vocab_size",
+    "width",
+    "depth",
+    "heads",
+    "kv_heads",
+    "scheme",
+    "attention_skip",
+    "mlp_skip",
+    "head",
+    "classes",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ class Decoder:
     """The sizes and parts of a decoder-only language model, whatever its family calls them.
 
     rope_base is None where positions are not rotary. own holds what only this family has and the counterpart has not.
+    head_width None is the width over the heads.
     """
 
     family: str
@@ -63,12 +80,15 @@ class Decoder:
     rope_base: float | None
     special_tokens: dict[str, Any]
     own: tuple[Change, ...] = ()
+    head_width: int | None = None
+    norm_place: str = "before each sub-block and at the end"
 
     @property
     def matrix_parameters(self) -> int:
         """Entries of all weight matrices, as ModelConfig.matrix_parameters counts them, and of a table of positions."""
-        kv = self.width // self.heads * self.kv_heads
-        block = 2 * self.width**2 + 2 * self.width * kv + (3 if self.gated else 2) * self.width * self.hidden
+        head = self.head_width or self.width // self.heads
+        attention = 2 * self.width * head * (self.heads + self.kv_heads)
+        block = attention + (3 if self.gated else 2) * self.width * self.hidden
         rows = (1 if self.tied else 2) * self.vocab_size + (self.length if self.rope_base is None else 0)
         return rows * self.width + self.depth * block
 
@@ -78,18 +98,26 @@ class Conversion:
     """What convert returns: the counterpart's configuration, what was kept and what changed.
 
     str() is the report for people. model is built, freshly initialised, when it is first asked for; under
-    `with torch.device("meta"):` it takes no memory.
+    `with torch.device("meta"):` it takes no memory. Where the source was a model, embedding is its matrix, scaled to
+    the mean norm that networks here start with.
     """
 
     source: Decoder
     config: ModelConfig
     changes: tuple[Change, ...]
     special_tokens: dict[str, Any] = field(repr=False, default_factory=dict)
+    embedding: Tensor | None = field(repr=False, default=None)
+    tokenizer: Any = field(repr=False, default=None)
 
     @cached_property
     def model(self) -> Transformer:
-        """The native network, freshly initialised."""
-        return Transformer(self.config)
+        """The native network, freshly initialised but for an embedding that is carried over."""
+        model = Transformer(self.config)
+        if self.embedding is not None and not model.embedding.weight.is_meta:
+            with torch.no_grad():
+                model.embedding.weight.copy_(self.embedding)
+        model.tokenizer = self.tokenizer
+        return model
 
     def to_hf(self) -> SkiplessForCausalLM:
         """The same network behind transformers' interface, with the source's special token ids."""
@@ -101,8 +129,11 @@ class Conversion:
     def __str__(self) -> str:
         config, source = self.config, self.source
         before, after = source.matrix_parameters / 1e6, config.matrix_parameters / 1e6
+        carried = (
+            "no weight is" if self.embedding is None else "the embedding is, scaled to the mean norm of a fresh one,"
+        )
         lines = [
-            f"{source.family} → skipless: a fresh network of the same sizes; no weight is carried over",
+            f"{source.family} → skipless: a fresh network of the same sizes; {carried} carried over",
             f"  kept     {config.depth} blocks of width {config.width}, {config.heads} heads ({config.kv_heads} for "
             f"keys and values), vocabulary {config.vocab_size}, length {config.length}",
             f"  size     {before:.4g}M → {after:.4g}M parameters in matrices ({100 * (after / before - 1):+.1f} %)",
@@ -115,40 +146,67 @@ def convert(
     scheme: Scheme | None = None,
     *,
     skip_weight: float = 0.0,
-    norm: NormPlacement = "none",
-    activation: ShapedActivation | str | None = None,
-    hidden: int | None = None,
-    length: int | None = None,
+    tokenizer: Any = None,
+    **fields: Any,
 ) -> Conversion:
-    """A fresh skipless (or, with skip_weight α, normalised-skip) counterpart of a Llama, GPT-NeoX or GPT-2 decoder.
+    """A skipless (or, with skip_weight α, normalised-skip) counterpart of a decoder: Llama, GPT-NeoX, GPT-2, Mistral,
+    Qwen 2 and 3, OLMo 2, SmolLM 3, Phi 3, Gemma.
 
-    source: a transformers config, or a model, of which only the config is read. scheme None is E-SPA, with the
-    paper's γ_L = 0.005 where α allows it. activation None is DKS-GELU without skips and GELU with them, as in the
-    paper. hidden None keeps the MLP's parameter count: a gated MLP of hidden h becomes a plain one of 3h/2.
-    length None is max_position_embeddings. Mistral and Qwen2 are read too. What cannot be carried over raises
-    ValueError: encoders, encoder-decoders, mixtures of experts, ALiBi, unknown families.
+    source: a transformers config, or a model, of which the config is read and the embedding carried over: tokens mean
+    the same in both, and no other weight does. tokenizer, one of transformers, stays as it is and serves the model.
+    scheme None is E-SPA, with the paper's γ_L = 0.005 where α allows it.
+    fields are those of ModelConfig that the source leaves open, such as norm, mlp_init="mirrored" and
+    value_output="identity". activation None is DKS-GELU without skips, and GELU with them or mirrored. hidden None
+    keeps the MLP's parameter count: a gated MLP of hidden h becomes a plain one of 3h/2. length None is
+    max_position_embeddings. What cannot be carried over raises ValueError: encoders, encoder-decoders, mixtures of
+    experts, ALiBi, unknown families.
     """
     decoder = read_decoder(_config_of(source))
     check_skip_weight(skip_weight)
+    check_names(ModelConfig, fields)
+    if taken := [name for name in _GIVEN if name in fields]:
+        raise ValueError(
+            f"{taken[0]} is given, but it follows from the source, `scheme` or `skip_weight`: leave it out"
+        )
     skip = Skip.normalised(skip_weight) if skip_weight else Skip()
+    mirrored = fields.get("mlp_init") == "mirrored"
+    asked = {name: value for name, value in fields.items() if value is not None}
+    settings: dict[str, Any] = {
+        "hidden": _matched_hidden(decoder, even=mirrored),
+        "length": decoder.length,
+        "rope_base": decoder.rope_base or 10_000.0,
+        "mlp_bias": decoder.mlp_bias,
+        **asked,
+        "activation": _activation(asked.get("activation"), decoder.depth, skip, mirrored),
+    }
     config = ModelConfig(
         vocab_size=decoder.vocab_size,
         width=decoder.width,
         depth=decoder.depth,
         heads=decoder.heads,
-        kv_heads=decoder.kv_heads,
-        hidden=_matched_hidden(decoder) if hidden is None else hidden,
-        length=decoder.length if length is None else length,
+        kv_heads=decoder.heads if fields.get("value_output") == "identity" else decoder.kv_heads,
         scheme=_checked(scheme) or _default_scheme(skip_weight, decoder.depth),
         attention_skip=skip,
         mlp_skip=skip,
-        norm=norm,
-        activation=_activation(activation, decoder.depth, skip),
-        rope_base=decoder.rope_base or 10_000.0,
-        mlp_bias=decoder.mlp_bias,
+        **settings,
     )
     kernel_maps.attention_shapes(config)  # an infeasible scheme is refused here, not when the model is first used
-    return Conversion(decoder, config, _changes(decoder, config, activation is not None), decoder.special_tokens)
+    return Conversion(
+        decoder,
+        config,
+        _changes(decoder, config, "activation" in asked),
+        decoder.special_tokens,
+        _embedding(source),
+        None if tokenizer is None else FastTokenizer(tokenizer),
+    )
+
+
+def _embedding(source: Any) -> Tensor | None:
+    """A model's embedding, its rows scaled to squared norm 1 on average; None for a config, or a model without data."""
+    if not isinstance(source, PreTrainedModel):
+        return None
+    rows = source.get_input_embeddings().weight.detach().float()
+    return None if rows.is_meta else rows / rows.square().sum(dim=1).mean().sqrt()
 
 
 def _config_of(source: Any) -> PreTrainedConfig:
@@ -175,13 +233,13 @@ def _default_scheme(skip_weight: float, depth: int) -> Scheme:
     return ExponentialSPA(gamma, REPEAT_RATE)
 
 
-def _activation(asked: Any, depth: int, skip: Skip) -> ShapedActivation | str:
+def _activation(asked: Any, depth: int, skip: Skip, mirrored: bool) -> ShapedActivation | str:
     """As asked for; else DKS-GELU where it exists: few blocks are too few for its targets, and need no shaping."""
     if asked is not None:
         if not isinstance(asked, ShapedActivation | str):
             raise TypeError(f"activation is {asked!r}; give a name such as 'dks-gelu', or a ShapedActivation")
         return asked
-    if skip.shortcut:
+    if skip.shortcut or mirrored:
         return "gelu"
     try:
         named_activation("dks-gelu", depth, skip)
@@ -190,12 +248,15 @@ def _activation(asked: Any, depth: int, skip: Skip) -> ShapedActivation | str:
     return "dks-gelu"
 
 
-def _matched_hidden(decoder: Decoder) -> int:
-    return 3 * decoder.hidden // 2 if decoder.gated else decoder.hidden
+def _matched_hidden(decoder: Decoder, even: bool = False) -> int:
+    """As many parameters as the source's MLP has; mirrored units come in pairs."""
+    hidden = 3 * decoder.hidden // 2 if decoder.gated else decoder.hidden
+    return hidden + hidden % 2 if even else hidden
 
 
 def _changes(decoder: Decoder, config: ModelConfig, activation_asked: bool) -> tuple[Change, ...]:
-    changes = [_skips(config), _norms(decoder, config), _attention(config), *_mlp(decoder, config, activation_asked)]
+    changes = [_skips(config), _norms(decoder, config), _attention(config), *_heads(decoder, config)]
+    changes += _mlp(decoder, config, activation_asked)
     if decoder.rope_base is None:
         why = "There is no learned table here, and rotation leaves the input's kernel to the tokens alone"
         changes.append(Change("positions", "a learned vector for each", f"RoPE, base {config.rope_base:g}", why))
@@ -218,7 +279,7 @@ def _skips(config: ModelConfig) -> Change:
 
 
 def _norms(decoder: Decoder, config: ModelConfig) -> Change:
-    before = f"{decoder.norm} before each sub-block and at the end"
+    before = f"{decoder.norm} {decoder.norm_place}"
     if config.norm == "none":
         return Change("norms", before, "none", _start_of_norms(config))
     where = {"pre": "before each sub-block and at the end", "post": "after each sub-block"}[config.norm]
@@ -250,13 +311,25 @@ def _attention(config: ModelConfig) -> Change:
     return Change("attention at the start", "softmax of random scores", repr(scheme), why)
 
 
+def _heads(decoder: Decoder, config: ModelConfig) -> list[Change]:
+    changes, width = [], config.width // config.heads
+    if decoder.head_width not in (None, width):
+        before = f"{decoder.heads} of width {decoder.head_width}"
+        changes.append(Change("heads", before, f"{config.heads} of width {width}", "Heads here split the width evenly"))
+    if config.value_output == "identity":
+        after = f"none: the input split into {config.heads} heads"
+        changes.append(Change("W_V and W_O", f"{decoder.kv_heads} heads of values", after, "Asked for"))
+    return changes
+
+
 def _mlp(decoder: Decoder, config: ModelConfig, asked: bool) -> list[Change]:
     """What happens to the MLP: nothing to tell where neither its form nor its sizes change."""
     if not config.hidden:
         return [Change("MLP", f"hidden {decoder.hidden}", "none", "Asked for: attention only")]
     shaped = config.shaped_activation
     plain = shaped == ShapedActivation(shaped.base)
-    if plain and not decoder.gated and (shaped.base, config.hidden) == (decoder.activation, decoder.hidden):
+    same = not decoder.gated and (shaped.base, config.hidden) == (decoder.activation, decoder.hidden)
+    if plain and same and not config.mlp_init:
         return []
     before = f"{'gated ' if decoder.gated else ''}{decoder.activation}, hidden {decoder.hidden}"
     after = f"{'' if plain else 'shaped '}{shaped.base}, hidden {config.hidden}"
@@ -268,12 +341,17 @@ def _mlp_reasons(decoder: Decoder, config: ModelConfig, plain: bool, asked: bool
     reasons = []
     if decoder.gated:
         reasons.append("a gate multiplies two signals, for which DKS and TAT have no kernel map")
-    if config.hidden != _matched_hidden(decoder):
+    mirrored = config.mlp_init == "mirrored"
+    if config.hidden != _matched_hidden(decoder, even=mirrored):
         reasons.append("hidden size as asked for")
     elif decoder.gated:
         reasons.append("two matrices of 3/2 the hidden size hold as many parameters as three")
+    if mirrored:
+        reasons.append("units start in pairs of opposite sign, so that every MLP starts as a rotation, as asked for")
     if asked:
         reasons.append("activation as asked for")
+    elif mirrored:
+        reasons.append("for which plain GELU serves")
     elif not plain:
         reasons.append(f"the activation is solved by DKS for {config.depth} blocks, so that locations stay apart")
     elif config.mlp_skip.shortcut:
@@ -287,11 +365,10 @@ def read_decoder(config: PreTrainedConfig) -> Decoder:
     """The description of a configuration; ValueError, with the reason, for what cannot be carried over."""
     _refuse(config)
     decoder = _READERS[config.model_type](config)
-    head_width = getattr(config, "head_dim", None) or decoder.width // decoder.heads
-    if head_width * decoder.heads != decoder.width:
+    if decoder.width % decoder.heads:
         raise ValueError(
-            f"{decoder.family}: {decoder.heads} heads of width {head_width} are not hidden_size={decoder.width}; heads "
-            f"here split the width evenly: set head_dim={decoder.width // decoder.heads} in the config"
+            f"{decoder.family}: hidden_size={decoder.width} is not a multiple of its {decoder.heads} heads, which here "
+            "split the width evenly: set num_attention_heads in the config to a number that divides it"
         )
     return decoder
 
@@ -345,8 +422,18 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 
 def _llama(config: Any) -> Decoder:
-    """Llama, and the families that differ from it in few words: Mistral (window) and Qwen2 (biases, window)."""
-    qwen = config.model_type == "qwen2"
+    """Llama, and the families that differ from it in few words: Mistral and Qwen 2 (window, biases), Qwen 3, SmolLM 3,
+    OLMo 2 (norms in other places), Phi 3 and Gemma."""
+    family, own = config.model_type, [*_rope_changes(config), *_window(config)]
+    if family in ("qwen3", "olmo2"):
+        why = "Queries and keys start at a product of 0 or near it, which nothing has to bound"
+        own.append(Change("norms of queries and keys", "RMSNorm", "none", why))
+    if family == "smollm3" and not all(config.no_rope_layers):
+        before = f"RoPE in {sum(config.no_rope_layers)} of {config.num_hidden_layers} blocks"
+        own.append(Change("positions", before, "RoPE in all", "All blocks here have the same positions"))
+    own += _dropout(
+        config, *(name for name in ("attention_dropout", "resid_pdrop", "embd_pdrop") if hasattr(config, name))
+    )
     return Decoder(
         **_sizes(config),
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
@@ -354,10 +441,12 @@ def _llama(config: Any) -> Decoder:
         gated=True,
         activation=config.hidden_act,
         norm="RMSNorm",
-        attention_bias=qwen or getattr(config, "attention_bias", False),
+        attention_bias=family == "qwen2" or getattr(config, "attention_bias", False),
         mlp_bias=getattr(config, "mlp_bias", False),
         rope_base=float(config.rope_parameters["rope_theta"]),
-        own=(*_rope_changes(config), *_window(config), *_dropout(config, "attention_dropout")),
+        own=tuple(own),
+        head_width=getattr(config, "head_dim", None),
+        norm_place="after each sub-block and at the end" if family == "olmo2" else Decoder.norm_place,
     )
 
 
@@ -403,8 +492,7 @@ _READERS: dict[str, Callable[[Any], Decoder]] = {
     "llama": _llama,
     "gpt_neox": _gpt_neox,
     "gpt2": _gpt2,
-    "mistral": _llama,
-    "qwen2": _llama,
+    **dict.fromkeys(("mistral", "qwen2", "qwen3", "olmo2", "smollm3", "phi3", "gemma"), _llama),
 }
 
 
