@@ -45,6 +45,28 @@ def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
+def test_the_card_says_what_a_reader_looks_for(run):
+    lines = [
+        {"step": 5, "loss": 3.0, "ema": 3.1},
+        {"step": 9, "loss": 2.0, "ema": 2.5},
+        {"step": 9, "valid_loss": 2.25},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert export(run).exit_code == 0
+    card = (run / "export" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    assert "# tiny\nA transformer without skip connections and without normalisation layers" in card
+    assert "| blocks | 2 of width 32, 4 heads (4 for keys and values); MLPs of 128 units, gelu |" in card
+    assert "ExponentialSPA(" in card
+    assert "| data | gone |" in card
+    assert "| training loss, smoothed | 2.5000 at step 9 |\n| valid loss | 2.2500 at step 9 |" in card
+    code = card[card.index("```python\n") + 10 :].partition("```")[0]
+    names: dict = {}
+    exec(code.replace('"."', repr(str(run / "export"))), names)
+    assert isinstance(names["model"], SkiplessForCausalLM)
+    assert str(run.parent) not in card  # paths stay at home
+
+
 def test_a_place_that_cannot_hold_an_export_is_refused(run, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "is a file" in str(export(run, "--out", tmp_path / "file").exception)

@@ -1,4 +1,4 @@
-"""`skipless export RUN`: a trained run as a Hugging Face folder that AutoModelForCausalLM loads."""
+"""`skipless export RUN`: a trained run as a Hugging Face folder that AutoModelForCausalLM loads, with a model card."""
 
 import shutil
 from collections.abc import Generator, Iterable
@@ -10,8 +10,16 @@ import typer
 
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import HASHES, is_part, part_of, read_hashes, size_and_hash, sync_folder, write_hashes, writing
-from skipless.training.load import CONFIG, WEIGHTS, load_model
-from skipless.training.run import EXPERIMENT, EXPORT
+from skipless.model.config import ModelConfig
+from skipless.training.load import CONFIG, WEIGHTS, LoadedModel, load_model
+from skipless.training.run import EXPERIMENT, EXPORT, METRICS, read_experiment, read_metrics
+
+CARD = "README.md"
+_AUTO = {
+    "lm": ("AutoModelForCausalLM", "text-generation"),
+    "pooled": ("AutoModelForSequenceClassification", "text-classification"),
+    "token": ("AutoModelForTokenClassification", "token-classification"),
+}
 
 
 def command(
@@ -22,7 +30,7 @@ def command(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files there that no export wrote.")] = False,
 ) -> None:
-    """Write config, weights (safetensors) and tokenizer of a run for Hugging Face tools."""
+    """Write config, weights (safetensors), tokenizer and model card of a run for Hugging Face tools."""
     folder = out or run / EXPORT
     _check(folder, force)
     loaded = load_model(run, tokenizer)
@@ -33,8 +41,78 @@ def command(
             part.save_pretrained(place)
         if loaded.tokenizer.model is not None:
             (place / MODEL_FILE).write_bytes(loaded.tokenizer.model)
+        (place / CARD).write_text(model_card(loaded, run), encoding="utf-8")
         _publish(place, folder, force)
     print(f"{folder}: AutoModelForCausalLM.from_pretrained loads it after `import skipless`, or with trust_remote_code")
+
+
+def model_card(loaded: LoadedModel, run: Path) -> str:
+    """What a reader of the hub looks for: sizes, scheme, data, losses, how to load. Paths stay at home."""
+    config = loaded.model.config
+    auto, task = _AUTO[config.head]
+    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [skipless]", "---", ""]
+    shortcuts = "without skip connections" if config.skipless else "with weighted skip connections"
+    norms = "without normalisation layers" if config.norm == "none" else f"with RMSNorm ({config.norm})"
+    lines = [
+        f"# {read_experiment(run).name if (run / EXPERIMENT).is_file() else 'A skipless network'}",
+        f"A transformer {shortcuts} and {norms}, written by skipless after He et al. 2023, [Deep Transformers without "
+        "Shortcuts](https://arxiv.org/abs/2302.10322).",
+        "",
+        *_table(_sizes(config) | {"tokenizer": loaded.tokenizer.kind}),
+        "",
+        *_training(run),
+        "## Use",
+        "The code is the package skipless, which has to be installed: `trust_remote_code=True` imports it, and runs "
+        "nothing else.",
+        "",
+        "```python",
+        f"from transformers import {auto}, AutoTokenizer",
+        "",
+        'folder = "."  # or the name of this repository',
+        f"model = {auto}.from_pretrained(folder, trust_remote_code=True)",
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        "```",
+        "",
+        "Pad on the left. Whoever publishes this adds the licence, that of the data, and what the network is for.",
+    ]
+    return "\n".join([*head, *lines, ""])
+
+
+def _sizes(config: ModelConfig) -> dict[str, str]:
+    heads = f"{config.heads} heads ({config.kv_heads} for keys and values)"
+    mlp = f"MLPs of {config.hidden} units, {config.shaped_activation.base}" if config.hidden else "no MLPs"
+    return {
+        "parameters in matrices": f"{config.matrix_parameters:,}",
+        "blocks": f"{config.depth} of width {config.width}, {heads}; {mlp}{', mirrored' if config.mlp_init else ''}",
+        "attention": f"`{config.scheme!r}`",
+        "skips": f"attention {config.attention_skip.shortcut:g}, MLP {config.mlp_skip.shortcut:g}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "training length": f"{config.length}",
+    }
+
+
+def _training(run: Path) -> list[str]:
+    """What the run's folder says of data, steps and losses; nothing for weights that are no run's newest."""
+    if not (run / EXPERIMENT).is_file():
+        return []
+    experiment = read_experiment(run)
+    data, train = experiment.data, experiment.train
+    rows = {
+        "data": Path(data.folder).name if data.folder else data.corpus,
+        "steps": f"{train.steps:,} of {train.batch_size} × {train.length} tokens",
+        "optimiser": f"{experiment.optimizer.name}, rate {experiment.optimizer.peak_rate:g}",
+    }
+    records = read_metrics(run) if (run / METRICS).is_file() else []
+    for record in records:  # the last of each wins
+        named = {name: value for name, value in record.items() if name == "ema" or name.startswith("valid_")}
+        for name, value in named.items():
+            words = "training loss, smoothed" if name == "ema" else name.replace("_", " ")
+            rows[words] = f"{value:.4f} at step {record['step']:,}" if value is not None else "none"
+    return ["## Training", *_table(rows), ""]
+
+
+def _table(rows: dict[str, str]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
 
 
 def _check(folder: Path, force: bool) -> None:
