@@ -1,6 +1,8 @@
 """What comes from outside as plain data, checked against the types of a dataclass before anything is made of it."""
 
 import dataclasses
+import functools
+import numbers
 import types
 import typing
 from typing import Any, Literal, TypeVar
@@ -40,8 +42,26 @@ def check_fields(kind: Any, data: Any, where: str, prefix: str = "") -> dict[str
     for name, each in known.items():
         if name not in data and each.default is each.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where} lacks {name!r}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
+
+
+def check_own(instance: Any, prefix: str = "") -> None:
+    """For __post_init__: refuse a field that is not of its type; NumPy's numbers become Python's, and lists tuples."""
+    for name, hint in _hints(type(instance)).items():
+        value = getattr(instance, name)
+        if value is None and getattr(type(instance), name, ...) is None:
+            continue  # its default, to be filled in
+        checked = check(value, hint, prefix + name)
+        if checked is not value:
+            object.__setattr__(instance, name, checked)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of a dataclass's fields."""
+    hints = typing.get_type_hints(kind)
+    return {each.name: hints[each.name] for each in dataclasses.fields(kind)}
 
 
 def check(value: Any, hint: Any, name: str) -> Any:
@@ -59,6 +79,8 @@ def check(value: Any, hint: Any, name: str) -> Any:
     if origin is Literal:
         return check_choice(value, args, name)
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):
+            return value
         made = getattr(hint, "from_dict", None)
         fields = check_fields(hint, value, name, f"{name}.")
         return made(fields) if made is not None else hint(**fields)
@@ -72,6 +94,8 @@ def check(value: Any, hint: Any, name: str) -> Any:
         return [check(part, args[0], f"{name}[{index}]") for index, part in enumerate(value)]
     if origin is dict and isinstance(value, dict):
         return {key: check(part, args[1], f"{name}.{key}") for key, part in value.items()}
+    if hint in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        value = value.__index__() if isinstance(value, numbers.Integral) else float(value)  # NumPy's
     if hint is int and isinstance(value, float) and value.is_integer() and abs(value) < 1 << 53:
         return int(value)
     kind = origin or hint

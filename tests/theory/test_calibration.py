@@ -101,7 +101,7 @@ def test_mlp_aware_is_refused_where_attention_would_be_negative():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ExponentialSPA(calibration="fancy").shapes(4), "'paper', 'exact' or 'mlp-aware'"),
+        (lambda: ExponentialSPA(calibration="fancy"), "must be one of 'paper', 'exact', 'mlp-aware'"),
         (lambda: ExponentialSPA(calibration="exact").shapes(4), "say for which length"),
         (lambda: UniformSPA(calibration="mlp-aware").shapes(4), "needs mlp="),
         (lambda: ExponentialSPA(calibration="mlp-aware").shapes(4, mlp=lambda k: k), "say for which length"),

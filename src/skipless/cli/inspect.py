@@ -134,6 +134,7 @@ class InspectArguments:
         check_seed(self.seed)
         if self.rows < 1:
             raise ValueError(f"--batch is {self.rows}; give at least 1 row")
+        check_fits(8.0 * self.rows * (self.length or _LENGTH), f"--batch {self.rows}", _FEWER)
         for name, value in self.sizes.items():
             if value < 1:
                 raise ValueError(f"--{name} is {value}; give at least 1")

@@ -14,7 +14,7 @@ from skipless.inspection.inspection import Inspection
 from skipless.paper.records import read_records
 from skipless.paper.tables import count
 from skipless.report.page import ResultTable, render
-from skipless.training.run import EXPERIMENT, read_metrics, read_probe
+from skipless.training.run import EXPERIMENT, METRICS, read_metrics, read_probe
 
 MOST_CURVES = 24
 _KINDS = (
@@ -46,6 +46,8 @@ def command(
     curves |= {free_name(name, curves): records for name, records in found.items()}
     if words:
         print(words)
+    if not (inspections or curves or tables):
+        raise ValueError(f"there is nothing to show in {', '.join(map(str, paths))}; give {_KINDS}")
     page = render(inspections, curves, title, tables).encode()
     write_output(out, page)
     networks = count(len(inspections), "network")
@@ -74,9 +76,9 @@ def gather(paths: Iterable[Path]) -> tuple[list[Inspection], dict[str, list[dict
 
 def _read_run(path: Path, name: str) -> tuple[list[dict[str, Any]], list[Inspection]]:
     probes = sorted((path / "probes").glob("step-*.npz"))
-    if not (path / "metrics.jsonl").is_file() and not probes:
+    if not (path / METRICS).exists() and not probes:
         raise ValueError(f"{path} is a folder without metrics.jsonl; give {_KINDS}")
-    records = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    records = read_metrics(path) if (path / METRICS).exists() else []
     with reading(path / EXPERIMENT, "delete it to show the run without its settings"):
         normalised = dict(_experiment(path).get("model", {})).get("norm", "none") != "none"
     return records, [_read_probe(file, name, normalised) for file in probes]

@@ -152,7 +152,9 @@ def _train(
     arms: tuple[str, ...],
 ) -> None:
     from skipless.paper.workers import Scheduler
+    from skipless.training.distributed import find_device
 
+    find_device(limits.device)
     runnable = [table for table in tables if table.measure != "tasks" or limits.tasks is not None]
     for table in tables:
         if table not in runnable:

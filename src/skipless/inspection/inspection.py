@@ -208,6 +208,8 @@ class Inspection:
     def of_certificates(cls, data: Mapping[str, Any]) -> list["Inspection"]:
         """One per network of a `skipless kernels --json` file: theory's numbers, kernels of the blocks shown."""
         with reading("the certificate"):
+            if not data["networks"]:
+                raise ValueError("it has no networks")
             return [cls._of_certificate(network) for network in data["networks"]]
 
     @classmethod

@@ -103,11 +103,18 @@ def pretrained_tokenizer(folder: str | Path) -> Any:
     No code that lies in the folder is run or asked about.
     """
     check_hashes(Path(folder), "*token*")
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     _check_files(Path(folder), _TOKENIZER_FILES)
     with _without_code(Path(folder) / "tokenizer_config.json"):
-        return AutoTokenizer.from_pretrained(str(folder), **_LOCAL)
+        try:
+            return AutoTokenizer.from_pretrained(str(folder), **_LOCAL)
+        except Exception:
+            if (file := Path(folder) / "tokenizer.json").is_file():  # which of the two is it?
+                with reading(file, _SAVE_AGAIN):
+                    Tokenizer.from_file(str(file))
+            raise
 
 
 def build_family(name: str, **sizes: int) -> "nn.Module":

@@ -356,7 +356,7 @@ def _check_choices(config: ModelConfig) -> None:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_mirrored(config: ModelConfig, given: Any) -> None:

@@ -59,8 +59,12 @@ def fold(
 
     Products are computed in float64 and rounded once to the weights' dtype. Models with norms or skips are refused.
     """
+    if not isinstance(model, Transformer):
+        raise ValueError(f"fold takes a skipless.Transformer, not a {type(model).__name__}; of an export, its .model")
     if isinstance(model, FoldedTransformer):
         raise ValueError("this model is folded already; fold the Transformer it came from")
+    if bad := [name for name, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]:
+        raise ValueError(f"{bad[0]} holds NaN or ∞, and so would everything it is merged into; load good weights")
     check_foldable(model.config)
     if unknown := [name for name in streams if name not in STREAMS]:
         raise ValueError(f"streams contains {unknown[0]!r}; it may contain {', '.join(map(repr, STREAMS))}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from skipless.console import check_fits, check_seed
 from skipless.ops.cuda_graph import CudaRecorder, Recorder
 from skipless.ops.layout import PADDING, Layout
+from skipless.schema import check, check_own
 
 if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
@@ -33,6 +34,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self):
+        check_own(self)
         if not 0.0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be at least 0, where 0 is greedy")
         if 0.0 < self.temperature < _LEAST_TEMPERATURE:
@@ -149,7 +151,7 @@ def stream(
 
 
 def _check_values(model: "Transformer", tokens: Tensor, max_new_tokens: int, stop: Collection[int]) -> None:
-    if max_new_tokens < 1:
+    if check(max_new_tokens, int, "max_new_tokens") < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     size = model.config.vocab_size
     low, high = int(tokens.min()), int(tokens.max())
@@ -328,6 +330,8 @@ def check_decodable(model: "Transformer", tokens: Tensor) -> None:
     """Raise the ValueError that says why these tokens cannot be decoded by this model."""
     if model.config.head != "lm":
         raise ValueError(f"the model's head is {model.config.head!r}; only head='lm' predicts the next token")
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens are a {type(tokens).__name__}; give text, or a tensor shaped (batch, length)")
     if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
         raise ValueError(
             f"tokens are {tokens.dtype} shaped {tuple(tokens.shape)}; they must be integers shaped (batch, length), "

@@ -151,7 +151,7 @@ class Transformer(nn.Module):
         """X_0: the looked-up rows, or those given in their place, times √d where the stream starts at unit norm."""
         if (tokens is None) == (inputs_embeds is None):
             raise ValueError("give either tokens (batch, T) or inputs_embeds (batch, T, width), one of the two")
-        _check_stream(tokens, inputs_embeds, self.config.width)
+        _check_stream(tokens, inputs_embeds, self.config)
         rows = self.embedding(tokens) if inputs_embeds is None else inputs_embeds
         return rows * self.embedding_scale if self.embedding_scale != 1.0 else rows
 
@@ -178,6 +178,8 @@ class Transformer(nn.Module):
         Tokens that the layout calls padding are not counted, and their targets may be any number, such as −100.
         """
         head = self.embedding if self.head is None else self.head
+        if layout is None or layout.query_documents is None:
+            check_ids("targets", targets, len(head.weight))
         weight, bias = head.weight, None if self.head is None else self.head.bias
         if self.config.head == "pooled":
             return linear_cross_entropy(_mean_over_tokens(hidden, layout), weight, targets, bias)
@@ -212,9 +214,26 @@ def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions
     return Block.build(attention, mlp, config.width, (config.attention_skip, config.mlp_skip), config.norm)
 
 
-def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, width: int) -> None:
-    if tokens is not None and tokens.dim() != 2:
-        raise ValueError(f"tokens are shaped {tuple(tokens.shape)}; they must be (batch, T): tokens[None] for one row")
+def check_ids(name: str, ids: Any, size: int) -> None:
+    """Refuse what does not number rows of a table of `size`. Values on a GPU are not waited for, only their dtype."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        seen = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{name} are {seen}; they must be a tensor of whole numbers, such as torch.int64")
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        raise ValueError(f"{name} run from {low} to {high}; the model knows 0 … {size - 1}: is this its tokenizer?")
+
+
+def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, config: ModelConfig) -> None:
+    width = config.width
+    if tokens is not None:
+        check_ids("tokens", tokens, config.vocab_size)
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"tokens are shaped {tuple(tokens.shape)}; they must be (batch, T): tokens[None] for one row"
+            )
     if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
         raise ValueError(f"inputs_embeds are shaped {tuple(inputs_embeds.shape)}; they must be (batch, T, {width})")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skipless.ops import flex, gpu, reference
-from skipless.ops.bias import AttentionInputs, BiasVectors
+from skipless.ops.bias import AttentionInputs, BiasVectors, check_kinds
 from skipless.ops.layout import Layout, kernel_layout, kernel_sides
 from skipless.theory.shapes import AttentionShape
 
@@ -78,6 +78,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
+    check_kinds(q, k, v, shape, bias_gain, score_bias)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if isinstance(shape, AttentionShape):
         extent = k.shape[-2] if layout is None or layout.extent is None else layout.extent

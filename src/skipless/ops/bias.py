@@ -1,7 +1,7 @@
 """What attention computes from: BiasVectors, an AttentionShape as tensors, and AttentionInputs, one checked call."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -236,6 +236,19 @@ class AttentionInputs:
         return self
 
 
+def check_kinds(q: Any, k: Any, v: Any, shape: Any, bias_gain: Any, score_bias: Any) -> None:
+    """Refuse arguments of other types than `shaped_attention` takes, and keys without a length."""
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("score_bias", score_bias)):
+        if not (isinstance(tensor, Tensor) or (name == "score_bias" and tensor is None)):
+            raise ValueError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if k.dim() < 2:
+        raise ValueError(f"k is shaped {tuple(k.shape)}; it must be (batch, heads, length, head_width)")
+    if not isinstance(shape, AttentionShape | BiasVectors):
+        raise ValueError(f"shape is a {type(shape).__name__}; it must be an AttentionShape, such as PlainShape()")
+    if not isinstance(bias_gain, Tensor | int | float | None):
+        raise ValueError(f"bias_gain is a {type(bias_gain).__name__}; it must be a number, or a tensor of one per head")
+
+
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     seen = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not (q.dim() == k.dim() == v.dim() == 4):
@@ -315,10 +328,19 @@ def _check_layout(inputs: AttentionInputs, layout: Layout) -> None:
 
 def _check_terms(inputs: AttentionInputs) -> None:
     gain, bias, heads = inputs.bias_gain, inputs.score_bias, inputs.q.shape[1]
+    # values are looked at on a CPU only: a GPU would have to be waited for
+    looks = inputs.q.device.type == "cpu" and not torch.compiler.is_compiling()
     if gain is not None and gain.shape not in ((), (1,), (heads,)):
         raise ValueError(f"bias_gain is shaped {tuple(gain.shape)}; use one number, or one per head: ({heads},)")
+    if gain is not None and looks and not bool(gain.isfinite().all()):
+        raise ValueError(f"bias_gain is {gain.tolist()}; it must be finite (1 is the shape as it is)")
     if bias is None:
         return
+    if looks and not bool(bias.amax(dim=-1).isfinite().all()):
+        raise ValueError(
+            "score_bias has NaN or +∞, or −∞ in a whole row: every query needs a key that it may look at; leave rows "
+            "without one out by a Layout"
+        )
     full = (inputs.q.shape[0], heads, inputs.q.shape[2], inputs.k.shape[2])
     if bias.dim() > 4 or any(have not in (1, want) for have, want in zip(bias.shape[::-1], full[::-1], strict=False)):
         raise ValueError(

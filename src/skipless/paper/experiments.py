@@ -323,6 +323,9 @@ class Text:
         return f"{self.name}, {self.tokens / 1e6:.1f}M tokens of {self.vocab_size:,} kinds (unigram {self.unigram:.2f})"
 
 
+_MOST_RUNS = 1000  # of one arm
+
+
 @dataclass(frozen=True)
 class Setting:
     """What holds for all runs of a call: scale, text, and how many rates and seeds each arm gets.
@@ -341,8 +344,8 @@ class Setting:
         """The scale's own numbers where none are given; arms' own seeds too, where runs are long enough to judge."""
         counts = {"rates": scale.rates if rates is None else rates, "seeds": scale.seeds if seeds is None else seeds}
         for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"--{name} is {count}; it must be at least 1")
+            if not 1 <= count <= _MOST_RUNS:
+                raise ValueError(f"--{name} is {count}; it must lie in 1 … {_MOST_RUNS}")
         return cls(scale, text, **counts, own_seeds=seeds is None and scale.judged)
 
     def seeds_of(self, arm: Arm) -> int:

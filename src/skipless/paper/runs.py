@@ -400,6 +400,9 @@ def _final_runs(table: PaperTable, setting: Setting, outcome: Outcome, targets: 
             yield best_run(table, outcome, setting, seed, multiple, table.measure)
 
 
+_MOST_JOBS = 256  # processes
+
+
 @dataclass(frozen=True)
 class Limits:
     """How to work: runs side by side, seconds in all, device, and the folder of tasks."""
@@ -410,8 +413,8 @@ class Limits:
     tasks: Path | None = None
 
     def __post_init__(self):
-        if self.jobs < 1:
-            raise ValueError(f"--jobs is {self.jobs}; it must be at least 1")
+        if not 1 <= self.jobs <= _MOST_JOBS:
+            raise ValueError(f"--jobs is {self.jobs}; it must lie in 1 … {_MOST_JOBS}")
         if not self.budget > 0.0:
             raise ValueError(f"--budget is {self.budget:g} seconds; it must be positive")
 

@@ -13,6 +13,7 @@ import numpy as np
 import scipy
 
 from skipless.console import nearest
+from skipless.schema import check_own
 
 Array = np.ndarray
 _RECTIFIED = ("relu", "leaky_relu")
@@ -121,6 +122,7 @@ class ShapedActivation:
 
     def __post_init__(self) -> None:
         check_base(self.base)
+        check_own(self)
         for name in ("input_scale", "input_shift", "output_shift", "output_scale", "negative_slope"):
             value = float(getattr(self, name))
             if not math.isfinite(value):

@@ -192,12 +192,17 @@ def decay_rates(gamma_final: float, depth: int) -> np.ndarray:
         return np.where(kept < 0.5, -0.5 * np.log1p(-kept), -0.5 * np.log(-np.expm1(-tau * level)))
 
 
-def _tau(gamma_final: float, depth: int) -> float:
-    """τ = −ln(a(γ_L)²)/L: the rate at which a² falls per block."""
-    check_depth(depth)
+def check_gamma_final(gamma_final: float) -> None:
+    """γ_L in (0, ∞)."""
     check_decay_rate("gamma_final", gamma_final)
     if np.isinf(gamma_final):
         raise ValueError("gamma_final is ∞; attention would then be the identity in every block: use ValueSkipInit")
+
+
+def _tau(gamma_final: float, depth: int) -> float:
+    """τ = −ln(a(γ_L)²)/L: the rate at which a² falls per block."""
+    check_depth(depth)
+    check_gamma_final(gamma_final)
     lost = math.exp(-2.0 * gamma_final)  # 1−a², by whichever form loses no digits
     tau = -(math.log1p(-lost) if lost < 0.5 else math.log(-math.expm1(-2.0 * gamma_final))) / depth
     if not tau > 0.0:

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from skipless.schema import check, check_own
 from skipless.theory import kernels
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.local_maps import derivative_kernel_map, kernel_map
@@ -46,6 +47,7 @@ class Skip:
     trainable: bool = False
 
     def __post_init__(self):
+        check_own(self)
         for name in ("shortcut", "residual"):
             if not abs(value := getattr(self, name)) <= _LARGEST_WEIGHT:
                 raise ValueError(
@@ -55,7 +57,7 @@ class Skip:
     @classmethod
     def normalised(cls, weight: float) -> "Skip":
         """α with β = √(1−α²). Sec. 3.4."""
-        if not -1.0 <= weight <= 1.0:
+        if not -1.0 <= check(weight, float, "a normalised skip's weight") <= 1.0:
             raise ValueError(f"a normalised skip's weight is {weight!r}; it must lie in [-1, 1]: β = √(1−α²)")
         return cls(weight, float(np.sqrt(1.0 - weight**2)))
 

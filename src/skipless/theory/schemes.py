@@ -13,9 +13,10 @@ from typing import Literal
 import numpy as np
 import scipy
 
+from skipless.schema import check_own
 from skipless.theory import kernels
-from skipless.theory.exponential import exponential_steps
-from skipless.theory.feasibility import check_depth, check_repeat_rate
+from skipless.theory.exponential import check_gamma_final, exponential_steps
+from skipless.theory.feasibility import check_correlation, check_depth, check_repeat_rate
 from skipless.theory.shapes import (
     AlibiShape,
     AttentionShape,
@@ -41,6 +42,11 @@ class StandardAttention:
 
     alibi_heads: int = 0
 
+    def __post_init__(self):
+        check_own(self)
+        if self.alibi_heads < 0:
+            raise ValueError(f"alibi_heads is {self.alibi_heads}; it must be at least 0, which means no ALiBi")
+
     def shapes(self, depth: int, skip_weight: float = 0.0, causal: bool = True) -> list[AttentionShape]:
         """The same shape in every block, whatever the skips."""
         shape = AlibiShape(self.alibi_heads, causal) if self.alibi_heads else PlainShape(causal)
@@ -55,6 +61,9 @@ class ValueSkipInit:
     """
 
     per_head: bool = False
+
+    def __post_init__(self):
+        check_own(self)
 
     def shapes(self, depth: int, skip_weight: float = 0.0, causal: bool = True) -> list[AttentionShape]:
         """The identity in every block, whatever the skips."""
@@ -73,6 +82,11 @@ class UniformSPA:
     repeat_rate: float = 0.0
     schedule: UniformSchedule = "linear"
     calibration: Calibration = "paper"
+
+    def __post_init__(self):
+        check_own(self)
+        check_correlation("rho_final", self.rho_final)
+        check_repeat_rate(self.repeat_rate)
 
     def shapes(
         self,
@@ -113,6 +127,11 @@ class ExponentialSPA:
     repeat_rate: float = 0.0
     calibration: Calibration = "paper"
 
+    def __post_init__(self):
+        check_own(self)
+        check_gamma_final(self.gamma_final)
+        check_repeat_rate(self.repeat_rate)
+
     def shapes(
         self,
         depth: int,
@@ -144,9 +163,7 @@ Scheme = StandardAttention | ValueSkipInit | UniformSPA | ExponentialSPA
 
 
 def check_calibration(name: str, skip_weight: float) -> None:
-    """The calibration exists, and exists for these skips."""
-    if name not in ("paper", "exact", "mlp-aware"):
-        raise ValueError(f"calibration is {name!r}; it must be 'paper', 'exact' or 'mlp-aware'")
+    """The calibration exists for these skips."""
     if name == "mlp-aware" and skip_weight:
         raise ValueError(
             f"calibration='mlp-aware' has no form with skips (skip_weight={skip_weight}): use calibration='exact', "

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from skipless.console import check_seed, nearest
 from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
-from skipless.schema import KINDS, build, check_choice, shortened
+from skipless.schema import KINDS, build, check, check_choice, check_own, shortened
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
@@ -75,9 +75,11 @@ class OptimizerConfig:
     def __post_init__(self):
         for name in ("betas", "soap_betas"):
             object.__setattr__(self, name, _pair(name, getattr(self, name)))
-        object.__setattr__(self, "role_rates", dict(self.role_rates))
-        object.__setattr__(self, "keep_orthogonal", _names(self.keep_orthogonal))
+        if isinstance(self.keep_orthogonal, str):
+            object.__setattr__(self, "keep_orthogonal", (self.keep_orthogonal,))
         _check_choices(self)
+        check_own(self)
+        object.__setattr__(self, "role_rates", dict(self.role_rates))
         _check_numbers(self)
 
     @property
@@ -116,13 +118,9 @@ class OptimizerConfig:
 
 
 def _pair(name: str, value: Any) -> tuple[float, float]:
-    if len(value) != 2:
+    if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{name} is {value!r}; it must be two decays, such as (0.9, 0.999)")
-    return float(value[0]), float(value[1])
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+    return check(tuple(value), tuple[float, float], name)
 
 
 def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
@@ -131,6 +129,8 @@ def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
 
 
 def _check_choices(config: OptimizerConfig) -> None:
+    check(config.role_rates, dict[str, float], "role_rates")
+    check(config.keep_orthogonal, tuple[str, ...], "keep_orthogonal")
     _known("there is no optimiser", config.name, NAMES)
     for role in config.role_rates:
         _known("role_rates names a matrix role that does not exist,", role, ROLES)
@@ -160,8 +160,8 @@ def _check_numbers(config: OptimizerConfig) -> None:
             raise ValueError(f"{name} is {value!r}; a decay lies in [0, 1), such as 0.95")
     for name in ("newton_schulz_steps", "precondition_every", "max_precondition_width"):
         value, least = getattr(config, name), 0 if name == "max_precondition_width" else 1
-        if int(value) != value or value < least:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        if not least <= value <= _MOST_STEPS:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}, and below 2⁵³")
     if config.clip is not None and not config.clip > 0.0:
         raise ValueError(f"clip is {config.clip!r}; it must be positive (0.1 in the paper), or None for no clipping")
 
@@ -179,6 +179,11 @@ class DataConfig:
     valid: str | None = None
     vocab: int | None = None
     packed: bool = False
+
+    def __post_init__(self):
+        check_own(self, "data.")
+        if self.vocab is not None and not 1 <= self.vocab < 1 << 31:
+            raise ValueError(f"data.vocab is {self.vocab}; it must be at least 1, and at most 257 means bytes")
 
 
 @dataclass(frozen=True)
@@ -212,6 +217,7 @@ class TrainConfig:
     on_divergence: Literal["stop", "halve-lr"] = "stop"
 
     def __post_init__(self):
+        check_own(self, "train.")
         if self.warmup is None:
             object.__setattr__(self, "warmup", usual_warmup(self.steps))
         for name in ("steps", "batch_size", "length", "accumulate", "log_every", "keep"):
@@ -221,10 +227,10 @@ class TrainConfig:
         for name in ("warmup", "eval_every", "checkpoint_every", "eval_tokens", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 0 (0 means never)")
-        for name in ("steps", "batch_size", "accumulate", "log_every", "eval_every", "checkpoint_every", "eval_tokens"):
-            if getattr(self, name) > _MOST_STEPS:
-                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at most {_MOST_STEPS:,}")
         check_seed(self.seed, "train.seed")
+        for name, hint in TrainConfig.__annotations__.items():
+            if hint is int and name != "seed" and (getattr(self, name) or 0) > _MOST_STEPS:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at most {_MOST_STEPS:,}")
         if self.warmup >= self.steps:
             raise ValueError(
                 f"train.warmup={self.warmup} leaves no step of {self.steps} for the cosine; {self.steps // 10} is usual"
@@ -233,7 +239,6 @@ class TrainConfig:
             raise ValueError(f"train.accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         if not 0.0 < self.ema <= 1.0:
             raise ValueError(f"train.ema is {self.ema}; the smoothing factor must lie in (0, 1] (App. H: 0.01)")
-        object.__setattr__(self, "probe_at", tuple(self.probe_at))
 
     def replace(self, **changes: Any) -> "TrainConfig":
         """A copy with some fields changed. A warm-up that is the usual one for its steps follows them."""
@@ -258,6 +263,7 @@ class Experiment:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self):
+        check_own(self)
         if self.train.length is None:
             object.__setattr__(self, "train", self.train.replace(length=self.model.length))
 

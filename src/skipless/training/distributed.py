@@ -65,7 +65,7 @@ def join_world(device: str | None = None):
     """The World that torchrun describes, or a world of one. gloo on a CPU, NCCL on a GPU."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     place = find_device(f"cuda:{local}" if kind == "cuda" else kind)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -173,7 +173,7 @@ def resharded(whole: Tensor, like: Tensor) -> Tensor:
 
 def find_device(name: str | None = None) -> torch.device:
     """The device of that name, if torch can compute on it here; without one a GPU where there is one."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
     try:
         device = torch.device(name)
     except RuntimeError as error:

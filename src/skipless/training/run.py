@@ -136,11 +136,18 @@ class RunFolder:
             extra = due is not None and "loss" in record and not due(record["step"])
             return step is not None and record["step"] <= step and not extra
 
-        if self._log is not None and step and not self.metrics.is_file():
+        if self._log is None:
+            return
+        if step and not self.metrics.is_file():
             logger.warning("%s is gone, and with it the log of the steps up to %d", self.metrics, step)
-        elif self._log is not None and self.metrics.is_file():
+        elif self.metrics.is_file():
+            records = read_metrics(self.metrics)
+            if step and due is not None and due(step) and all(record["step"] != step for record in records):
+                last = max((record["step"] for record in records), default=0)
+                words = "%s ends at step %d, before the checkpoint of step %d: lines are lost"
+                logger.warning(words, self.metrics, last, step)
             with _storing(self.metrics):
-                self._log.replace(record for record in read_metrics(self.metrics) if stays(record))
+                self._log.replace(record for record in records if stays(record))
 
     def finish(self, **summary: Any) -> None:
         """Mark the run as finished, with what is worth knowing at a glance."""
@@ -245,9 +252,9 @@ def _check_tokens(file: Path, experiment: Experiment) -> None:
         return
     there = read_json(file, mapping, "delete it to go on without")
     for name, here in _fingerprints(experiment).items():
-        if here and there.get(name) not in (None, here):
+        if here and (noted := there.get(name)) != here:
             raise ValueError(
-                f"{name} holds other tokens ({here}) than when the run in {file.parent} began ({there[name]}); prepare "
+                f"{name} holds other tokens ({here}) than when the run in {file.parent} began ({noted}); prepare "
                 f"them again as they were, or use another folder for a new run. To go on regardless, delete {file}"
             )
 
@@ -330,7 +337,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     path = path / METRICS if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; a run writes it as it trains")
+        raise ValueError(f"{path} is no file; a run writes it as it trains")
     if path.name == METRICS:
         check_hashes(path.parent, METRICS)
     with reading(path, "delete the line to read the rest", what="is damaged"):
