@@ -255,5 +255,5 @@ def test_a_damaged_log_is_named(tmp_path, line: str) -> None:
 
 def test_settings(text: Text) -> None:
     assert (Setting.of(SCALES["small"], text).rates, Setting.of(SCALES["small"], text).seeds) == (3, 2)
-    with pytest.raises(ValueError, match="--seeds is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="--seeds is 0; it must lie in 1 … 1000"):
         Setting.of(SCALES["small"], text, seeds=0)
