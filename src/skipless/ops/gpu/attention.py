@@ -290,8 +290,8 @@ def query_rows(
 def forward(
     q, out, strides, k, v, lse, bias, layout, q_length, k_length, count, scale, order,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
-    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: its output, and lse − log₂D, which is all that the backward pass needs of D.
 
@@ -336,8 +336,9 @@ def products_of_rows(out, dout, row_scale, i, count):
 @triton.jit
 def fold_queries(
     state, k, v, columns, tensors, saved, vectors, layout, span, scale,
-    GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
+    GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr,
+    EDGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    SAVE: tl.constexpr,
 ):  # fmt: skip
     """Take a span of queries into state = (dk, dv, Σ ds·B) of a tile of keys. Tiles have keys down, queries across.
 
@@ -402,8 +403,8 @@ def key_side(
     k, v, strides, q, dout, scores, sums, gradients, by_gain, bias, layout, q_length, k_length, count, scale, order,
     angles,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
-    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
-    PRECISION: tl.constexpr, ROTARY: tl.constexpr, SAVE: tl.constexpr,
+    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANGE: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, from all query heads that share it. The first tile, the longest, comes first.
 
@@ -480,8 +481,8 @@ def gather_keys(
 def query_side(
     q, out, dout, dq, strides, k, v, sums, bias, layout, q_length, k_length, count, scale, order, angles,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
-    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
-    PRECISION: tl.constexpr, ROTARY: tl.constexpr,
+    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANGE: tl.constexpr, PRECISION: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, the last tile first; and its δ, which the key side reads.
 

@@ -14,7 +14,7 @@ from skipless.ops.layout import KernelLayout
 @triton.jit
 def query_rows(bias, queries, head, batch, length, past, count, GROUPS: tl.constexpr, SLOPES: tl.constexpr,
                GAINS: tl.constexpr, LAYOUT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Row r is query r mod T_q of query head r div T_q: its head, index, (slope, gain), (i, document, row, diagonal)."""
+    """Row r is query r mod T_q of query head r div T_q: its head, index, (slope, gain) and (i, document, …)."""
     r = tl.arange(0, ROWS)
     member, index = r // length, r % length
     one = head * GROUPS + tl.minimum(member, GROUPS - 1)
@@ -59,7 +59,8 @@ def write(acc, total, out, strides, one, index, batch, i, sizes, count, rows, WI
 def share(
     q, k, v, out, strides, shares, bias, layout, q_length, k_length, each, count, scale,
     GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
-    LAYOUT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+    LAYOUT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
     """One share of `each` keys of one key head: sums of weighted values, of weights, and the maximum, by row.
 

@@ -71,7 +71,8 @@ class KernelInputs:
     def part(self, rows: slice, heads: slice) -> "KernelInputs":
         """The same for some rows of the batch and some key heads, with the query heads that share them."""
         bias, those = self.bias, self.query_heads(heads)
-        slope, gain = (t if t is None or t.numel() == 1 else t[those] for t in (bias.slope, bias.gain))
+        slope = bias.slope if bias.slope.numel() == 1 else bias.slope[those]
+        gain = bias.gain if bias.gain is None or bias.gain.numel() == 1 else bias.gain[those]
         return replace(
             self, q=self.q[rows, those], k=self.k[rows, heads], v=self.v[rows, heads],
             bias=bias._replace(slope=slope, gain=gain),
