@@ -22,10 +22,10 @@ def setting(text: Text) -> Setting:
     return Setting.of(SCALES["small"], text)
 
 
-def run_all(tables, setting: Setting, fake, loss) -> dict[str, Record]:
-    """Every run until none is missing, each with the loss that loss(run) says."""
-    records: dict[str, Record] = {}
-    while runs := missing(tables, setting, records):
+def run_all(tables, setting: Setting, fake, loss, arms=(), known=None) -> dict[str, Record]:
+    """Every run until none is missing, each with the loss that loss(run) says. known: runs of earlier calls."""
+    records: dict[str, Record] = dict(known or {})
+    while runs := missing(tables, setting, records, arms):
         for run in runs:
             records[run.key] = fake(run, loss(run))
     return records
@@ -142,6 +142,13 @@ def test_the_ladder_of_lengths_stops_when_the_baseline_is_reached(setting: Setti
     assert lengths["e-spa/adam"] == {1.0, 1.5, 2.0, 3.0}  # never
     assert lengths["pre-ln/muon"] == {1.0, 0.75, 0.5}
     assert sum(record.measure == "pace" for record in records.values()) == 6
+
+
+def test_arms_named_alone_climb_to_baselines_that_were_run_before(setting: Setting, fake) -> None:
+    table = TABLES["optimisers"]
+    before = run_all([table], setting, fake, lambda _: 5.0, ("pre-ln/adam",))
+    records = run_all([table], setting, fake, lambda run: 5.2 - math.log2(run.multiple), ("e-spa/adam",), before)
+    assert {r.multiple for r in records.values() if r.arm == "e-spa/adam"} == {1.0, 1.5}
 
 
 def test_ratio_of_steps() -> None:

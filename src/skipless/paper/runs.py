@@ -370,9 +370,10 @@ def _of_table(table: PaperTable, setting: Setting, records: Mapping[str, Record]
     known = outcomes(table, setting, records, arms)
     for outcome in known.values():
         yield from outcome.missing
+    rivals = outcomes(table, setting, records, ("all",)) if table.step_ladder else known  # also those not chosen
     for outcome in known.values():
         if outcome.best is not None:
-            yield from _final_runs(table, setting, outcome, _targets(table, outcome, known))
+            yield from _final_runs(table, setting, outcome, _targets(table, outcome, rivals))
     if table.step_ladder:
         for outcome in known.values():
             if outcome.best is not None and outcome.timing is None:
