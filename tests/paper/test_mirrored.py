@@ -182,7 +182,7 @@ def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> Non
     runs = {name: total(table, setting) for name, table in TABLES.items() if name.startswith("mirrored")}
     assert runs == {
         "mirrored-factors": 5 * 3,
-        "mirrored": 12 * (3 + 2) + 6 * 2 + 6 * 1 + 11 + 12,  # tuning, seeds, one more length each, paces
+        "mirrored": 16 * (3 + 2) + 10 * 2 + 6 * 1 + 15 + 16,  # tuning, seeds, one more length each, paces
         "mirrored-longer": 4 * (3 + 2 + 2 + 1),
         "mirrored-depth": 2 * (3 + 2 + 1) + 9 * 2,
         "mirrored-others": 2 * (3 + 2 + 2) + 3 * (3 + 2 + 1),
@@ -200,20 +200,20 @@ def test_the_law_over_depth() -> None:
 
 def test_deep_arms_take_their_rates_from_the_shallow_ones(setting: Setting, fake) -> None:
     table = TABLES["mirrored-depth"]
-    waiting = outcome_of(table, table.arm("mirrored-identity/216"), setting, {})
-    assert {run.arm for run in waiting.missing} == {"mirrored-identity/36"}
+    waiting = outcome_of(table, table.arm("mirrored-gain/216"), setting, {})
+    assert {run.arm for run in waiting.missing} == {"mirrored-gain/36"}
     assert not waiting.failed
     records = run_all([table], setting, fake, bowl(1e-3, 2e-2))
     found = {arm.name: outcome_of(table, arm, setting, records) for arm in table.arms}
     assert {name: (outcome.best, outcome.best_embedding, len(outcome.swept)) for name, outcome in found.items()} == {
         "pre-ln/36": (1e-3, 2e-2, 10),
-        "mirrored-identity/36": (1e-3, 2e-2, 8),
+        "mirrored-gain/36": (1e-3, 2e-2, 8),
         "pre-ln/72": (5e-4, 2e-2, 1),
-        "mirrored-identity/72": (5e-4, 2e-2, 1),
+        "mirrored-gain/72": (5e-4, 2e-2, 1),
         "pre-ln/108": (3.33e-4, 2e-2, 1),
-        "mirrored-identity/108": (3.33e-4, 2e-2, 1),
+        "mirrored-gain/108": (3.33e-4, 2e-2, 1),
         "pre-ln/216": (1.67e-4, 2e-2, 1),
-        "mirrored-identity/216": (1.67e-4, 2e-2, 1),
+        "mirrored-gain/216": (1.67e-4, 2e-2, 1),
         "pre-ln-constant/72": (1e-3, 2e-2, 1),
         "pre-ln-constant/108": (1e-3, 2e-2, 1),
         "pre-ln-constant/216": (1e-3, 2e-2, 1),
@@ -226,15 +226,15 @@ def test_deep_arms_take_their_rates_from_the_shallow_ones(setting: Setting, fake
 
 def test_a_deep_arm_alone_tunes_the_one_that_it_follows(setting: Setting, fake) -> None:
     table = TABLES["mirrored-depth"]
-    records = run_all([table], setting, fake, bowl(2e-3, 5e-3), ("mirrored-identity/108",))
-    assert {record.arm for record in records.values()} == {"mirrored-identity/36", "mirrored-identity/108"}
-    assert {record.seed for record in records.values() if record.arm == "mirrored-identity/36"} == {0}
+    records = run_all([table], setting, fake, bowl(2e-3, 5e-3), ("mirrored-gain/108",))
+    assert {record.arm for record in records.values()} == {"mirrored-gain/36", "mirrored-gain/108"}
+    assert {record.seed for record in records.values() if record.arm == "mirrored-gain/36"} == {0}
 
 
 def test_a_deep_arm_fails_with_the_one_that_it_follows(setting: Setting, fake) -> None:
     table = TABLES["mirrored-depth"]
     records = run_all([table], setting, fake, lambda run: INF if "mirrored" in run.arm else bowl(1e-2, 5e-3)(run))
-    assert outcome_of(table, table.arm("mirrored-identity/216"), setting, records).failed
+    assert outcome_of(table, table.arm("mirrored-gain/216"), setting, records).failed
 
 
 def test_who_an_arm_follows_must_be_there() -> None:
@@ -247,7 +247,9 @@ def test_headline_arms_have_three_seeds(text: Text) -> None:
     table, usual = TABLES["mirrored"], Setting.of(SCALES["small"], text)
     three = [arm.name for arm in table.arms if usual.seeds_of(arm) == 3]
     assert three == [
-        f"{kind}/{way}" for kind in ("pre-ln", "mirrored", "mirrored-identity") for way in ("adam", "muon")
+        f"{kind}/{way}"
+        for kind in ("pre-ln", "mirrored", "mirrored-identity", "mirrored-gain", "mirrored-wider")
+        for way in ("adam", "muon")
     ]
     asked, tiny = Setting.of(SCALES["small"], text, seeds=1), Setting.of(SCALES["tiny"], text)
     assert {setting.seeds_of(arm) for setting in (asked, tiny) for arm in table.arms} == {1}
@@ -280,6 +282,11 @@ def test_what_the_arms_of_mirrored_are(setting: Setting) -> None:
             [3e-3, 3e-3, 1e-3 * slower, 1e-3 * slower, 5e-4, 5e-4]
         )
         assert (frozen.optimizer.rates["value"], frozen.optimizer.rates["output"]) == (0.0, 0.0)
+    gain, wider, pre_ln = (arms[f"{kind}/muon"] for kind in ("mirrored-gain", "mirrored-wider", "pre-ln"))
+    assert gain.model == arms["mirrored-identity/muon"].model.replace(bias_gain=True)
+    assert wider.model == gain.model.replace(hidden=5 * gain.model.width)
+    assert wider.model.matrix_parameters == pre_ln.model.matrix_parameters
+    assert gain.optimizer.rates["gains"] == wider.optimizer.rates["gains"] == 1e-2
     assert arms["e-spa/muon"].model.mlp_init is None
     assert arms["v-skipinit-mirrored/muon"].optimizer.gain_rate == 1e-3
     assert arms["pre-ln/muon"].optimizer.role_rates == {}

@@ -106,7 +106,7 @@ def test_validation_text_is_prepared_beforehand(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "arm"), [("mirrored", "mirrored-identity/muon"), ("mirrored/e-spa-values", "mirrored/muon")]
+    ("name", "arm"), [("mirrored", "mirrored-gain/muon"), ("mirrored/e-spa-values", "mirrored/muon")]
 )
 def test_a_mirrored_recipe_is_the_run_that_was_measured(name, arm):
     """The rates of results/mirrored-small.md, at its size and on its text."""

@@ -149,11 +149,15 @@ def _depth_presets() -> dict[str, Callable[..., ModelConfig]]:
 def _mirrored_presets() -> dict[str, Callable[..., ModelConfig]]:
     """Ours: vanilla E-SPA whose MLPs start exactly linear, at the size it was measured at, 36 blocks × 256, T = 256.
 
-    W_V and W_O are left out; "e-spa-values" has them. See docs/derivations.md.
+    W_V and W_O are left out, and the bias of every head has a trained gain; "e-spa-values" has W_V, W_O and no gain.
+    See docs/derivations.md and results/mirrored-gap.md.
     """
     scheme = ExponentialSPA(0.05, REPEAT_RATE)
     base = {"depth": 36, "width": 256, "heads": 4, "length": 256, "scheme": scheme, "mlp_init": "mirrored"}
-    return {"e-spa": _builder({**base, "value_output": "identity"}), "e-spa-values": _builder(base)}
+    return {
+        "e-spa": _builder({**base, "value_output": "identity", "bias_gain": True}),
+        "e-spa-values": _builder(base),
+    }
 
 
 PRESETS: dict[str, Callable[..., ModelConfig]] = {

@@ -28,6 +28,7 @@ VANILLA_RATE, SKIP_RATE = 3e-5, 5e-4
 MIRRORED = OptimizerConfig(
     "muon", 2e-3, embedding_rate=1e-2, role_rates={"query": 3.0, "key": 3.0, "up": 0.5, "down": 0.5}
 )
+GAIN_RATE = 1e-2
 
 
 def names() -> list[str]:
@@ -45,7 +46,8 @@ def recipe(name: str) -> Experiment:
     model = presets.preset(name)
     if name.startswith("mirrored/"):
         values = {"value": 0.1, "output": 0.1} if model.value_output == "trained" else {}
-        optimizer = dataclasses.replace(MIRRORED, role_rates={**MIRRORED.role_rates, **values})
+        gain_rate = GAIN_RATE if model.bias_gain else None
+        optimizer = dataclasses.replace(MIRRORED, role_rates={**MIRRORED.role_rates, **values}, gain_rate=gain_rate)
         data, train = DataConfig(corpus="wikitext-103", vocab=model.vocab_size), TrainConfig(steps=1500, batch_size=32)
         return Experiment(name.replace("/", "-"), model, data, optimizer, train)
     c4 = name.startswith("c4/")
