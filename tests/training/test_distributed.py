@@ -2,10 +2,13 @@
 
 import dataclasses
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,12 +157,47 @@ def test_a_checkpoint_of_two_is_taken_up_by_one_and_back(experiment, tmp_path):
 
 def _forget_the_second_half(folder, experiment: Experiment) -> None:
     """What a kill after step 18 would have left, with the strategy changed."""
-    import shutil
-
     (folder / "finished.json").unlink()
     (folder / "hashes.json").unlink()
     shutil.rmtree(folder / "checkpoints" / "step-000024")
     (folder / "experiment.json").write_text(experiment.to_json())
+
+
+@pytest.mark.slow
+def test_one_process_of_torchrun_killed_ends_all_and_the_same_command_goes_on(experiment, tmp_path, full):
+    """kill -9 of either, at some step: no process stays behind, and in the end the run is that of a calm one."""
+    experiment = changed(experiment, strategy="ddp", log_every=1, checkpoint_every=3, eval_every=0)
+    by_two(experiment, tmp_path / "calm", tmp_path)
+    run, choice, kills = tmp_path / "run", random.Random(None if full else 0), 0
+    while kills < (6 if full else 1):
+        if kills and (run / "finished.json").is_file():
+            shutil.rmtree(run)  # it was over before its last kill
+        wanted = (len(read_metrics(run)) if (run / "metrics.jsonl").is_file() else 0) + choice.randint(4, 9)
+        torchrun = launched(experiment, run, tmp_path)
+        while torchrun.poll() is None and (not (run / "metrics.jsonl").is_file() or len(read_metrics(run)) < wanted):
+            time.sleep(0.01)
+        ranks_there = [pid for pid in children(torchrun.pid) if "run.py" in command_line(pid)]
+        if len(ranks_there) == 2:
+            os.kill(choice.choice(ranks_there), signal.SIGKILL)
+            ended(torchrun, 90)
+            assert torchrun.returncode != 0
+            assert not [pid for pid in ranks_there if "run.py" in command_line(pid)], "the other process stayed behind"
+            kills += 1
+        else:
+            ended(torchrun, 90)
+    if not (run / "finished.json").is_file():
+        by_two(experiment, run, tmp_path)
+    assert (run / "metrics.jsonl").read_bytes() == (tmp_path / "calm" / "metrics.jsonl").read_bytes()
+    assert (run / "model.safetensors").read_bytes() == (tmp_path / "calm" / "model.safetensors").read_bytes()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    file = Path(f"/proc/{pid}/cmdline")
+    return file.read_bytes().decode() if file.exists() else ""
 
 
 def test_ctrl_c_stops_all_processes_after_the_same_step(experiment, tmp_path):

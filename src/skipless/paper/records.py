@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipless.files import FolderLock, append_line, read_lines, reading
+from skipless.files import FolderLock, append_line, read_lines, reading, remove_parts
 from skipless.paper.experiments import Text
 from skipless.schema import build
 
@@ -199,6 +199,7 @@ class ResultsFolder:
         """Keep a second `skipless reproduce` out of the folder; the lock ends with the process."""
         self.path.mkdir(parents=True, exist_ok=True)
         with FolderLock(self.path, "reproducing in", "wait for it, or use another --out"):
+            remove_parts(self.path)
             self.records = self._read()  # of what another one has added before it let go
             yield
 
