@@ -41,15 +41,16 @@ class Case:
     kv_heads: int
     shape: AttentionShape
     layout: Layout | None = None
+    gain: Tensor | None = None
 
     @classmethod
-    def make(cls, dtype, shape=E_SPA, *, length=70, width=16, kv_heads=1, documents=None):
+    def make(cls, dtype, shape=E_SPA, *, length=70, width=16, kv_heads=1, documents=None, gain=None):
         generator = torch.Generator().manual_seed(length + width)
         heads, batch = 2 if kv_heads == 1 else 4, 2
         sizes = ((batch, length, (heads + 2 * kv_heads) * width), (batch, heads, length, width))
         tensors = [torch.randn(size, generator=generator).to(DEVICE, dtype) for size in sizes]
         layout = None if documents is None else Layout.packed(documents.to(DEVICE))
-        return cls(*tensors, heads, kv_heads, shape, layout)
+        return cls(*tensors, heads, kv_heads, shape, layout, gain)
 
     @property
     def width(self) -> int:
@@ -65,7 +66,7 @@ class Case:
 
     def fused(self, qkv: Tensor) -> Tensor:
         bias = BiasVectors.of(self.shape, qkv.shape[1], DEVICE)
-        inputs = AttentionInputs(*self.slices(qkv), bias, self.layout)
+        inputs = AttentionInputs(*self.slices(qkv), bias, self.layout, self.gain)
         out = rotary_attention(inputs, qkv, self.rotation(), "triton")
         assert out is not None
         return out
@@ -79,21 +80,23 @@ class Case:
         q, k, v = self.slices(qkv)
         rotation = self.rotation()
         q, k = rotation.rotate(q), rotation.rotate(k)
-        return shaped_attention(q, k, v, self.shape, impl=impl, layout=self.layout)
+        return shaped_attention(q, k, v, self.shape, impl=impl, layout=self.layout, bias_gain=self.gain)
 
-    def run(self, attend, dtype=None) -> tuple[Tensor, Tensor]:
-        """The output, and the gradient by qkv."""
+    def run(self, attend, dtype=None) -> tuple[Tensor, ...]:
+        """The output, and the gradients by qkv and by the gain, if there is one."""
         qkv = self.qkv.to(dtype or self.qkv.dtype).clone().requires_grad_()
         out = attend(qkv)
-        return out, *torch.autograd.grad(out, qkv, self.upstream.to(out.dtype))
+        by = (qkv,) if self.gain is None else (qkv, self.gain)
+        return out, *torch.autograd.grad(out, by, self.upstream.to(out.dtype))
 
     def check(self):
         """As near the truth as the same composition in the same precision, within a factor of 2."""
         truth = self.run(self.composed, torch.float64)
         plain = self.run(self.composed)
-        for name, ours, theirs, exact in zip(("out", "gradient"), self.run(self.fused), plain, truth, strict=True):
+        names = ("out", "gradient") if self.gain is None else ("out", "gradient", "gradient of the gain")
+        for name, ours, theirs, exact in zip(names, self.run(self.fused), plain, truth, strict=True):
             assert ours.shape == exact.shape
-            assert ours.dtype == self.qkv.dtype
+            assert ours.dtype == (torch.float32 if exact.dim() == 1 else self.qkv.dtype)
             floor = 1e-6 * exact.norm() if self.qkv.dtype == torch.float32 else 0.0
             error, allowed = (ours.double() - exact).norm(), 2 * (theirs.double() - exact).norm()
             assert error <= max(allowed, floor), f"{name}: error {error:.2e}, allowed {allowed:.2e}"
@@ -104,6 +107,14 @@ class Case:
 @pytest.mark.parametrize("length", [70, 130])
 def test_output_and_gradient(dtype, shape, length):
     Case.make(dtype, shape, length=length).check()
+
+
+@each_dtype
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_gain_on_the_bias(dtype, kv_heads):
+    heads = 2 if kv_heads == 1 else 4
+    gain = torch.tensor([1.4, 0.3, 0.9, -0.2][:heads], device=DEVICE, requires_grad=True)
+    Case.make(dtype, kv_heads=kv_heads, gain=gain).check()
 
 
 @each_dtype
@@ -278,7 +289,6 @@ def test_modules_that_the_operator_does_not_support(taken):
     build()(x, None, Cache())
     build()(x, Positions())
     build(ValueSkipInit().shapes(1)[0])(x)
-    build(impl="reference", bias_gain=True)(x)
     build(impl="reference", position="relative")(x)
     with torch.no_grad():
         build()(x)

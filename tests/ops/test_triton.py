@@ -29,7 +29,7 @@ def test_what_the_kernels_refuse():
     q = torch.randn(1, 2, 8, 16)
     spa = ExponentialShape.between(0.5, 0.4)
     for words, value, shape, options in [
-        ("bias_gain", q, spa, {"bias_gain": 1.0}),
+        ("bias_gain", q, UniformShape(0.2, 0.3), {"bias_gain": 1.0}),
         ("score_bias", q, spa, {"score_bias": torch.zeros(8, 8)}),
         ("float64", q.double(), spa, {}),
         ("(bfloat16|q is on cpu)", q.bfloat16(), spa, {}),

@@ -18,7 +18,7 @@ intercept(rotary, "rotate")
 shapes = {"e-spa": ExponentialShape.between(0.05, 0.04), "u-spa": UniformShape(0.7, 0.75)}
 width, shape = int(sys.argv[1]), shapes[sys.argv[2]]
 q, k, v, dout = (torch.empty(2, 256, 4, width, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
-bias = BiasVectors.of(shape, 256).for_kernels()
+bias = BiasVectors.of(shape, 256).for_kernels(torch.ones(4) if sys.argv[3] == "gain" else None)
 rest = (*bias, [], True)
 out, lse = launch.shaped_attention._init_fn(q, k, v, *rest)
 def both(backward_of, *arguments):
@@ -61,6 +61,6 @@ assert all(fit(kernel)[1] == 0 for kernel in compiled[16:]), "with documents it 
 
 
 @pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed")
-@pytest.mark.parametrize(("width", "kind"), [(64, "u-spa"), (128, "e-spa")])
-def test_kernels_compile_for_a_gpu_that_is_not_here(width, kind, on_hopper):
-    on_hopper(SCRIPT, str(width), kind)
+@pytest.mark.parametrize(("width", "kind", "gain"), [(64, "u-spa", ""), (128, "e-spa", ""), (64, "e-spa", "gain")])
+def test_kernels_compile_for_a_gpu_that_is_not_here(width, kind, gain, on_hopper):
+    on_hopper(SCRIPT, str(width), kind, gain)

@@ -111,7 +111,7 @@ def rotary_attention(inputs: AttentionInputs, qkv: Tensor, rotation: Rotation, i
 
     kv_heads = inputs.k.shape[1]
     values = inputs.v if qkv.shape[2] == (heads + kv_heads) * width else None
-    bias, layout = inputs.bias.for_kernels(), _layout_for_kernels(inputs)
+    bias, layout = inputs.bias.for_kernels(inputs.bias_gain), _layout_for_kernels(inputs)
     return rotary.rotary_attention(qkv, values, cos, sin, heads, kv_heads, *bias, layout, inputs.bias.causal)[0]
 
 
@@ -122,7 +122,8 @@ def attend_by_triton(inputs: AttentionInputs) -> Tensor:
     """
     from skipless.ops.gpu import decode, launch
 
-    q, k, v, bias, causal = inputs.q, inputs.k, inputs.v, inputs.bias.for_kernels(), inputs.bias.causal
+    q, k, v, causal = inputs.q, inputs.k, inputs.v, inputs.bias.causal
+    bias = inputs.bias.for_kernels(inputs.bias_gain)
     if is_decoding(inputs) and q.stride(3) == k.stride(3) == v.stride(3) == 1:
         any_layout = inputs.layout is not None and not inputs.in_order
         sides = [*kernel_sides(inputs.layout, q.shape[0])] if any_layout else []
@@ -143,8 +144,8 @@ def why_not_triton(inputs: AttentionInputs) -> str | None:
         return "score_bias is a dense T×T term, which the GPU kernels are there to avoid"
     if inputs.bias.table is not None:
         return "this shape is a dense table, and the GPU kernels compute the bias from O(T) vectors"
-    if inputs.bias_gain is not None:
-        return "bias_gain would need a gradient of its own, which the GPU kernels do not form"
+    if inputs.bias_gain is not None and inputs.bias.row is not None:
+        return "bias_gain on a shape with a row term (U-SPA) is a power of a sum, which the GPU kernels do not form"
     if q.dtype == torch.float64:
         return "the GPU kernels take float32, bfloat16 and float16, and q is float64"
     if q.shape[3] not in _HEAD_WIDTHS:

@@ -122,12 +122,12 @@ class BiasVectors:
         """On another device or, for float32 and float64, in another dtype."""
         return self.with_tensors(**{name: t.to(device=device, dtype=dtype) for name, t in self.tensors().items()})
 
-    def for_kernels(self) -> "KernelBias":
+    def for_kernels(self, gain: Tensor | None = None) -> "KernelBias":
         """What the GPU kernels read, in the order of their operators' arguments; a shape with a table has none."""
         slope, column, diagonal, row_scale = (
             t.contiguous() for t in (self.slope, self.column, self.diagonal, self.row_scale)
         )
-        return KernelBias(slope, column, diagonal, row_scale, self.row)
+        return KernelBias(slope, column, diagonal, row_scale, self.row, None if gain is None else gain.contiguous())
 
     def between(self, query_locations: Tensor, key_locations: Tensor) -> tuple[Tensor, Tensor]:
         """(bias, row_scale) between locations (…, T_q) and (…, T_k), by the definition: (…, 1 or heads, T_q, T_k) and
@@ -144,13 +144,17 @@ class BiasVectors:
 
 
 class KernelBias(NamedTuple):
-    """BiasVectors for the GPU kernels, which read these names: see the head of ops/gpu/attention.py."""
+    """BiasVectors for the GPU kernels, which read these names: see the head of ops/gpu/attention.py.
+
+    gain multiplies B: None, one number or one per query head; not where there is a row term.
+    """
 
     slope: Tensor
     column: Tensor
     diagonal: Tensor
     row_scale: Tensor
     row: Tensor | None = None
+    gain: Tensor | None = None
 
 
 def take(vector: Tensor, locations: Tensor) -> Tensor:

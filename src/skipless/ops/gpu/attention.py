@@ -15,7 +15,11 @@ them as `bias` (ops.bias.KernelBias). The terms are these lines, in exponents of
     j ≤ i               visible, and exponent's −∞; key_span and query_span leave out what nobody sees
     D_i                 forward: size / total. The backward pass finds it in lse − log₂D, and in products_of_rows
 
-Shapes with a row term (U-SPA, Theorem 1: exp B_ij = exp column_j + exp row_i) multiply by `factor` instead.
+A gain g on B, one per head, multiplies in `exponent`; what is left out of a row is then g times the frame. Its gradient
+Σ ds·B is summed by the key side, where ds is at hand.
+
+Shapes with a row term (U-SPA, Theorem 1: exp B_ij = exp column_j + exp row_i) multiply by `factor` instead, and take no
+gain.
 """
 
 import triton
@@ -96,21 +100,37 @@ def row_frame(i, slope, origin, RELATIVE: tl.constexpr):
 
 
 @triton.jit
+def gain_of(bias, head, GAINS: tl.constexpr):
+    """g of a query head; GAINS is 0 where B has none, 1 where all heads share one, 2 where each has its own."""
+    if GAINS:
+        return tl.load(bias.gain + head * (GAINS - 1)).to(tl.float32)
+    else:
+        return 1.0
+
+
+@triton.jit
+def plain_bias(i, j, column, diagonal, slope, EDGE: tl.constexpr):
+    """B of a shape without a row term."""
+    bias = column - slope * tl.abs(i - j).to(tl.float32)
+    if EDGE:
+        bias = tl.where(i == j, diagonal, bias)
+    return bias
+
+
+@triton.jit
 def exponent(
-    scores, i, j, column, diagonal, slope, seen, ROW: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr
+    scores, i, j, column, diagonal, slope, gain, seen, ROW: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr
 ):
-    """scores + B, up to the frame of the row. Shapes with a row term (ROW) add nothing: `factor` multiplies instead.
+    """scores + g·B, up to the frame of the row. Shapes with a row term (ROW) add nothing: `factor` multiplies instead.
 
     Relative to the tile, B is one number per key, so that it costs the addition that scaling the scores fuses with.
     """
     if not ROW:
         if RELATIVE:
-            bias = column
+            bias = tl.where(i == j, diagonal, column) if EDGE else column
         else:
-            bias = column - slope * tl.abs(i - j).to(tl.float32)
-        if EDGE:
-            bias = tl.where(i == j, diagonal, bias)
-        scores = scores + bias
+            bias = plain_bias(i, j, column, diagonal, slope, EDGE)
+        scores = scores + gain * bias
     if EDGE:
         scores = tl.where(seen, scores, float("-inf"))
     return scores
@@ -201,7 +221,7 @@ def fold_keys(
     acc, total, top = state
     i, i_document, row, diagonal, origin = rows
     k, v, head, length = tensors
-    column, count, slope = vectors
+    column, count, slope, gain = vectors
     side, batch = layout
     for start in tl.range(span[0], span[1], BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
@@ -211,7 +231,7 @@ def fold_keys(
         seen = visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
         keys = stream(k, batch, head, start, BLOCK_N, WIDTH)
         scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = exponent(scores, i, j, terms, diagonal, slope, seen, ROW, RELATIVE, EDGE)
+        scores = exponent(scores, i, j, terms, diagonal, slope, gain, seen, ROW, RELATIVE, EDGE)
         peak = scores
         if ROW:
             peak = scores + near_bias(i, j, terms, row, diagonal, EDGE)
@@ -252,7 +272,10 @@ def query_rows(
     bias, layout, number, head, batch, q_length, k_length, count,
     SLOPES: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries knows of itself: slope, indices, and (i, document, row, diagonal, origin) as columns."""
+    """What a tile of queries knows of itself: slope, indices, and (i, document, row, diagonal, origin) as columns.
+
+    The diagonal is in the row's frame, before any gain.
+    """
     past = k_length - q_length
     slope = tl.load(bias.slope + head * SLOPES).to(tl.float32) * LOG2E
     origin = number * BLOCK_M + past
@@ -266,8 +289,8 @@ def query_rows(
 @triton.jit
 def forward(
     q, out, strides, k, v, lse, bias, layout, q_length, k_length, count, scale, order,
-    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
-    RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
+    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries: its output, and lse − log₂D, which is all that the backward pass needs of D.
@@ -283,7 +306,8 @@ def forward(
     start = number * BLOCK_M
     q = load_rows(head_of(q, strides[0], batch, head), strides[0][2], start, q_length, BLOCK_M, WIDTH)
     sources = (k, v, head // GROUPS, k_length)
-    vectors, side = (bias.column, count, slope), (layout.keys, batch)
+    gain = gain_of(bias, head, GAINS)
+    vectors, side = (bias.column, count, slope, gain), (layout.keys, batch)
     first, edge, last = key_span(layout, batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
     state = (tl.zeros((BLOCK_M, WIDTH), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
              tl.full((BLOCK_M,), float("-inf"), tl.float32))  # fmt: skip
@@ -297,7 +321,7 @@ def forward(
     total = tl.where(seen, total, 1.0)
     values = acc * tl.where(seen, size / total, 0.0)[:, None]
     store_rows(out, strides[1], batch, head, start, q_length, values, BLOCK_M, WIDTH)
-    sums = top + tl.log2(total) - tl.log2(size) - row_frame(i, slope, rows[4], RELATIVE)
+    sums = top + tl.log2(total) - tl.log2(size) - gain * row_frame(i, slope, rows[4], RELATIVE)
     at = lse + (batch.to(tl.int64) * order[0] + head) * q_length + index
     tl.store(at, tl.where(seen, sums, float("inf")), mask=index < q_length)
 
@@ -312,44 +336,47 @@ def products_of_rows(out, dout, row_scale, i, count):
 @triton.jit
 def fold_queries(
     state, k, v, columns, tensors, saved, vectors, layout, span, scale,
-    CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
+    GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, EDGE: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
-    """Take a span of queries into state = (dk, dv) of a tile of keys. Tiles lie with keys down, queries across.
+    """Take a span of queries into state = (dk, dv, Σ ds·B) of a tile of keys. Tiles have keys down, queries across.
 
     Where SAVE, ds is written to saved = (tensor descriptor, its line, the first key) for the query side.
     """
-    dk, dv = state
+    dk, dv, products_with_bias = state
     j, j_document, column = columns
     q, dout, head, lse, delta, length, past = tensors
-    diagonal, row, count, slope = vectors
+    diagonal, row, count, slope, gain = vectors
     side, batch = layout
     for start in tl.range(span[0], span[1], BLOCK_M):
         index = start + tl.arange(0, BLOCK_M)
         origin = start + past
         i, i_document = locate(side, batch, index, length, past, LAYOUT)
         frame = row_frame(i, slope, origin, RELATIVE)
-        i_own = (entries(diagonal, i, count) + frame)[None, :]
+        i_diagonal = entries(diagonal, i, count)
+        i_own = (i_diagonal + frame)[None, :]
         i_row = entries(row, i, count)[None, :]
-        sums = tl.load(lse + index, mask=index < length, other=float("inf")) + frame
+        sums = tl.load(lse + index, mask=index < length, other=float("inf")) + gain * frame
         products = tl.load(delta + index, mask=index < length, other=0.0)
         i, i_document = i[None, :], i_document[None, :]
         terms = relative(column, j, slope, origin, RELATIVE)
         seen = visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
         queries = stream(q, batch, head, start, BLOCK_M, WIDTH)
         scores = tl.dot(k, tl.trans(queries), input_precision=PRECISION) * scale
-        scores = exponent(scores, i, j, terms, i_own, slope, seen, ROW, RELATIVE, EDGE)
+        scores = exponent(scores, i, j, terms, i_own, slope, gain, seen, ROW, RELATIVE, EDGE)
         weights = tl.exp2(scores - sums[None, :])
         if ROW:
             weights = weights * factor(i, j, terms, i_row, i_own, EDGE)
         upstream = stream(dout, batch, head, start, BLOCK_M, WIDTH)
         dv = tl.dot(weights.to(k.dtype), upstream, dv, input_precision=PRECISION)
         ds = weights * (tl.dot(v, tl.trans(upstream), input_precision=PRECISION) - products[None, :])
+        if GAINS:
+            products_with_bias += tl.sum(ds * plain_bias(i, j, column, i_diagonal[None, :], slope, EDGE), 1)
         ds = ds.to(k.dtype)
         if SAVE:
             saved[0].store([saved[1], saved[2], start], ds.reshape(1, BLOCK_N, BLOCK_M))
         dk = tl.dot(ds, queries, dk, input_precision=PRECISION)
-    return dk, dv
+    return dk, dv, products_with_bias
 
 
 @triton.jit
@@ -372,14 +399,16 @@ def query_span(layout, batch, number, q_length, k_length, CAUSAL: tl.constexpr, 
 
 @triton.jit
 def key_side(
-    k, v, strides, q, dout, scores, sums, gradients, bias, layout, q_length, k_length, count, scale, order, angles,
-    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
-    RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
+    k, v, strides, q, dout, scores, sums, gradients, by_gain, bias, layout, q_length, k_length, count, scale, order,
+    angles,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
+    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr, ROTARY: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys, from all query heads that share it. The first tile, the longest, comes first.
 
-    q and dout are tensor descriptors. sums: lse, δ. gradients: dk, dv. strides: of k, v, dk, dv.
+    q and dout are tensor descriptors. sums: lse, δ. gradients: dk, dv. strides: of k, v, dk, dv. by_gain: Σ ds·B in
+    exponents of 2 of each key and query head, (batch, query heads, keys), where B has a gain.
     Where ROTARY, q and k come rotated, and dk is rotated back by the angles of `store_unrotated`. Where SAVE, gradients
     of the scores go to the tensor descriptor `scores`, (batch·query heads, keys, queries).
     """
@@ -390,23 +419,31 @@ def key_side(
     k = load_rows(head_of(k, strides[0], batch, head), strides[0][2], start, k_length, BLOCK_N, WIDTH)
     v = load_rows(head_of(v, strides[1], batch, head), strides[1][2], start, k_length, BLOCK_N, WIDTH)
     first, edge, last = query_span(layout, batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
-    state = (tl.zeros((BLOCK_N, WIDTH), tl.float32), tl.zeros((BLOCK_N, WIDTH), tl.float32))
+    dk, dv = tl.zeros((BLOCK_N, WIDTH), tl.float32), tl.zeros((BLOCK_N, WIDTH), tl.float32)
     for member in range(GROUPS):
         one = head * GROUPS + member
         slope = tl.load(bias.slope + one * SLOPES).to(tl.float32) * LOG2E
+        gain = gain_of(bias, one, GAINS)
         line = batch * order[0] * GROUPS + one
         saved = (scores, line, start)
         line = line.to(tl.int64) * q_length
         sources = (q, dout, one, sums[0] + line, sums[1] + line, q_length, k_length - q_length)
-        vectors, side = (bias.diagonal, bias.row, count, slope), (layout.queries, batch)
-        state = fold_queries(state, k, v, columns, sources, saved, vectors, side, (first, edge), scale, CAUSAL, ROW,
-                             LAYOUT, RELATIVE, True, WIDTH, BLOCK_M, BLOCK_N, PRECISION, SAVE)  # fmt: skip
+        vectors, side = (bias.diagonal, bias.row, count, slope, gain), (layout.queries, batch)
+        state = (dk, dv, tl.zeros((BLOCK_N,), tl.float32))
+        state = fold_queries(state, k, v, columns, sources, saved, vectors, side, (first, edge), scale, GAINS, CAUSAL,
+                             ROW, LAYOUT, RELATIVE, True, WIDTH, BLOCK_M, BLOCK_N, PRECISION, SAVE)  # fmt: skip
         if CAUSAL and not LAYOUT:
-            state = fold_queries(state, k, v, columns, sources, saved, vectors, side, (edge, last), scale, CAUSAL,
-                                 ROW, LAYOUT, RELATIVE, False, WIDTH, BLOCK_M, BLOCK_N, PRECISION, SAVE)  # fmt: skip
-    dk = state[0] * (scale / LOG2E)
+            state = fold_queries(state, k, v, columns, sources, saved, vectors, side, (edge, last), scale, GAINS,
+                                 CAUSAL, ROW, LAYOUT, RELATIVE, False, WIDTH, BLOCK_M, BLOCK_N, PRECISION,
+                                 SAVE)  # fmt: skip
+        dk, dv, products_with_bias = state
+        if GAINS:
+            index = start + tl.arange(0, BLOCK_N)
+            at = by_gain + (batch * order[0] * GROUPS + one).to(tl.int64) * k_length + index
+            tl.store(at, products_with_bias, mask=index < k_length)
+    dk *= scale / LOG2E
     store_unrotated(gradients[0], strides[2], batch, head, start, k_length, dk, angles, BLOCK_N, WIDTH, ROTARY)
-    store_rows(gradients[1], strides[3], batch, head, start, k_length, state[1], BLOCK_N, WIDTH)
+    store_rows(gradients[1], strides[3], batch, head, start, k_length, dv, BLOCK_N, WIDTH)
 
 
 @triton.jit
@@ -419,7 +456,7 @@ def gather_keys(
     dout, sums, products = upstream
     i, i_document, row, diagonal, origin = rows
     k, v, head, length = tensors
-    column, count, slope = vectors
+    column, count, slope, gain = vectors
     side, batch = layout
     for start in tl.range(span[0], span[1], BLOCK_N):
         index = start + tl.arange(0, BLOCK_N)
@@ -429,7 +466,7 @@ def gather_keys(
         seen = visible(i, j, i_document, j_document, CAUSAL, LAYOUT)
         keys = stream(k, batch, head, start, BLOCK_N, WIDTH)
         scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = exponent(scores, i, j, terms, diagonal, slope, seen, ROW, RELATIVE, EDGE)
+        scores = exponent(scores, i, j, terms, diagonal, slope, gain, seen, ROW, RELATIVE, EDGE)
         weights = tl.exp2(scores - sums)
         if ROW:
             weights = weights * factor(i, j, terms, row, diagonal, EDGE)
@@ -442,8 +479,8 @@ def gather_keys(
 @triton.jit
 def query_side(
     q, out, dout, dq, strides, k, v, sums, bias, layout, q_length, k_length, count, scale, order, angles,
-    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
-    RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
+    LAYOUT: tl.constexpr, RELATIVE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANGE: tl.constexpr,
     PRECISION: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries, the last tile first; and its δ, which the key side reads.
@@ -463,11 +500,13 @@ def query_side(
     line = (batch.to(tl.int64) * order[0] + head) * q_length
     inside = index < q_length
     lse = tl.load(sums[0] + line + index, mask=inside, other=float("inf"))
-    lse += row_frame(i, slope, rows[4], RELATIVE)
+    gain = gain_of(bias, head, GAINS)
+    lse += gain * row_frame(i, slope, rows[4], RELATIVE)
     products = products_of_rows(out, dout, bias.row_scale, i, count)
     tl.store(sums[1] + line + index, products, mask=inside)
     upstream = (dout, lse[:, None], products[:, None])
-    sources, vectors, side = (k, v, head // GROUPS, k_length), (bias.column, count, slope), (layout.keys, batch)
+    sources, side = (k, v, head // GROUPS, k_length), (layout.keys, batch)
+    vectors = (bias.column, count, slope, gain)
     first, edge, last = key_span(layout, batch, number, q_length, k_length, CAUSAL, LAYOUT, BLOCK_M, BLOCK_N, RANGE)
     total = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     if CAUSAL and not LAYOUT:

@@ -13,26 +13,29 @@ from skipless.ops.layout import KernelLayout
 
 @triton.jit
 def query_rows(bias, queries, head, batch, length, past, count, GROUPS: tl.constexpr, SLOPES: tl.constexpr,
-               LAYOUT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Row r is query r mod T_q of query head r div T_q: its head, index, slope and (i, document, row, diagonal)."""
+               GAINS: tl.constexpr, LAYOUT: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Row r is query r mod T_q of query head r div T_q: its head, index, (slope, gain), (i, document, row, diagonal)."""
     r = tl.arange(0, ROWS)
     member, index = r // length, r % length
     one = head * GROUPS + tl.minimum(member, GROUPS - 1)
     slope = tl.load(bias.slope + one * SLOPES).to(tl.float32) * attention.LOG2E
+    gain = tl.zeros_like(slope) + attention.gain_of(bias, one, GAINS)
     i, document = attention.locate(queries, batch, index, length, past, LAYOUT)
     row, diagonal = attention.entries(bias.row, i, count), attention.entries(bias.diagonal, i, count)
-    return one, index, slope[:, None], (i[:, None], document[:, None], row[:, None], diagonal[:, None])
+    own = (i[:, None], document[:, None], row[:, None], diagonal[:, None])
+    return one, index, (slope[:, None], gain[:, None]), own
 
 
 @triton.jit
-def weigh(scores, own, locations, columns, slope, top, count, CAUSAL: tl.constexpr, ROW: tl.constexpr,
+def weigh(scores, own, locations, columns, factors, top, count, CAUSAL: tl.constexpr, ROW: tl.constexpr,
           LAYOUT: tl.constexpr):  # fmt: skip
     """The softmax's numerators of a tile, below the maximum so far; what that shrinks earlier ones by; the maximum."""
     i, document, row, diagonal = own
     j, j_document = locations[0][None, :], locations[1][None, :]
     terms = attention.entries(columns, j, count)
     seen = attention.visible(i, j, document, j_document, CAUSAL, LAYOUT)
-    scores = attention.exponent(scores, i, j, terms, diagonal, slope, seen, ROW, False, True)
+    slope, gain = factors
+    scores = attention.exponent(scores, i, j, terms, diagonal, slope, gain, seen, ROW, False, True)
     peak = scores + attention.near_bias(i, j, terms, row, diagonal, True) if ROW else scores
     highest = tl.maximum(top, tl.max(peak, 1))
     shift = tl.where(highest == float("-inf"), 0.0, highest)
@@ -55,8 +58,8 @@ def write(acc, total, out, strides, one, index, batch, i, sizes, count, rows, WI
 @triton.jit
 def share(
     q, k, v, out, strides, shares, bias, layout, q_length, k_length, each, count, scale,
-    GROUPS: tl.constexpr, SLOPES: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr, LAYOUT: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, CAUSAL: tl.constexpr, ROW: tl.constexpr,
+    LAYOUT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """One share of `each` keys of one key head: sums of weighted values, of weights, and the maximum, by row.
 
@@ -64,8 +67,8 @@ def share(
     """
     number, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     past = k_length - q_length
-    one, index, slope, own = query_rows(
-        bias, layout.queries, head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS
+    one, index, factors, own = query_rows(
+        bias, layout.queries, head, batch, q_length, past, count, GROUPS, SLOPES, GAINS, LAYOUT, ROWS
     )
     features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
     at = q + batch.to(tl.int64) * strides[0][0] + one[:, None] * strides[0][1] + index[:, None] * strides[0][2]
@@ -78,7 +81,7 @@ def share(
         values = attention.load_rows(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
         locations = attention.locate(layout.keys, batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
-        weights, shrink, top = weigh(scores, own, locations, bias.column, slope, top, count, CAUSAL, ROW, LAYOUT)
+        weights, shrink, top = weigh(scores, own, locations, bias.column, factors, top, count, CAUSAL, ROW, LAYOUT)
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision=PRECISION)
     if ALONE:
@@ -107,11 +110,14 @@ def share(
 @triton.jit
 def join(
     shares, out, strides, bias, queries, q_length, past, count, number,
-    GROUPS: tl.constexpr, SLOPES: tl.constexpr, LAYOUT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, SLOPES: tl.constexpr, GAINS: tl.constexpr, LAYOUT: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """The output of one key head's rows, from all `number` shares."""
     head, batch = tl.program_id(0), tl.program_id(1)
-    one, index, _, own = query_rows(bias, queries, head, batch, q_length, past, count, GROUPS, SLOPES, LAYOUT, ROWS)
+    one, index, _, own = query_rows(
+        bias, queries, head, batch, q_length, past, count, GROUPS, SLOPES, GAINS, LAYOUT, ROWS
+    )
     features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
     acc, total = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -144,11 +150,12 @@ def shares_of(keys: int, heads: int, batch: int) -> tuple[int, int]:
 @library.custom_op("skipless::shaped_decoding", mutates_args=())
 def shaped_decoding(
     q: Tensor, k: Tensor, v: Tensor,
-    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None, gain: Tensor | None,
     sides: list[Tensor], causal: bool,
 ) -> Tensor:  # fmt: skip
     """The output alone. Arguments as those of skipless::shaped_attention, but of the layout only queries and keys."""
-    bias, layout = KernelBias(slope, column, diagonal, row_scale, row), KernelLayout(*sides, *sides) if sides else None
+    bias = KernelBias(slope, column, diagonal, row_scale, row, gain)
+    layout = KernelLayout(*sides, *sides) if sides else None
     inputs, out = KernelInputs(q, k, v, bias, layout, causal), by_token(q)
     batch, heads, length, width = k.shape
     rows = max(16, 1 << (q.shape[2] * inputs.groups - 1).bit_length())

@@ -70,10 +70,11 @@ class KernelInputs:
 
     def part(self, rows: slice, heads: slice) -> "KernelInputs":
         """The same for some rows of the batch and some key heads, with the query heads that share them."""
-        slopes, those = self.bias.slope, self.query_heads(heads)
+        bias, those = self.bias, self.query_heads(heads)
+        slope, gain = (t if t is None or t.numel() == 1 else t[those] for t in (bias.slope, bias.gain))
         return replace(
             self, q=self.q[rows, those], k=self.k[rows, heads], v=self.v[rows, heads],
-            bias=self.bias._replace(slope=slopes[those] if slopes.numel() > 1 else slopes),
+            bias=bias._replace(slope=slope, gain=gain),
             layout=None if self.layout is None else KernelLayout(*(t[rows] for t in self.layout)),
         )  # fmt: skip
 
@@ -89,10 +90,10 @@ class KernelInputs:
     def common(self) -> tuple:
         """(bias, layout, T_q, T_k, entries of a vector, scale·log₂e) in the kernels' order.
 
-        Kernels that need no row term or layout are given tensors that they do not read.
+        Kernels that need no row term, gain or layout are given tensors that they do not read.
         """
         bias, column = self.bias, self.bias.column
-        bias = bias if bias.row is not None else bias._replace(row=column)
+        bias = bias._replace(**{name: column for name in ("row", "gain") if getattr(bias, name) is None})
         scale = self.q.shape[3] ** -0.5 * LOG2E.value
         return bias, self.layout or _unread(column), self.q.shape[2], self.k.shape[2], column.shape[0], scale
 
@@ -102,6 +103,7 @@ class KernelInputs:
         return {
             "GROUPS": self.groups,
             "SLOPES": int(self.bias.slope.numel() > 1),
+            "GAINS": 0 if self.bias.gain is None else 1 + int(self.bias.gain.numel() > 1),
             "CAUSAL": self.causal,
             "ROW": self.bias.row is not None,
             "LAYOUT": self.layout is not None,
@@ -141,14 +143,20 @@ def run_forward(inputs: KernelInputs, out: Tensor, lse: Tensor, launch: Launch) 
 
 
 def run_backward(
-    inputs: KernelInputs, out: Tensor, dout: Tensor, lse: Tensor, gradients: tuple, angles: Angles | None = None
+    inputs: KernelInputs,
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    gradients: tuple,
+    by_gain: Tensor,
+    angles: Angles | None = None,
 ) -> None:
-    """Fill dq, dk and dv; dq and dk by what was rotated, where there are angles."""
+    """Fill dq, dk and dv, dq and dk by what was rotated where there are angles; and by_gain where B has a gain."""
     sums, size = (lse, torch.empty_like(lse)), sizes(inputs.q.shape[3], inputs.q.dtype)
     rows, heads = saved_at_once(inputs)
     if not rows:
         run_query_side(inputs, out, dout, sums, gradients[0], size.query_side, angles)
-        run_key_side(inputs, dout, sums, gradients[1:], size.key_side, angles)
+        run_key_side(inputs, dout, sums, gradients[1:], by_gain, size.key_side, angles)
         return
     run_row_products(inputs, out, dout, sums[1], size.saved)
     scores = _scores(inputs, rows, heads)
@@ -158,7 +166,8 @@ def run_backward(
         queries, part = inputs.query_heads(keys), inputs.part(some, keys)
         own_angles = None if angles is None else angles.of_rows(some)
         own_sums, own = tuple(t[some, queries] for t in sums), (dk[some, keys], dv[some, keys])
-        run_key_side(part, dout[some, queries], own_sums, own, size.key_side, own_angles, scores)
+        own_by_gain = by_gain[some, queries] if by_gain.numel() else by_gain
+        run_key_side(part, dout[some, queries], own_sums, own, own_by_gain, size.key_side, own_angles, scores)
         run_query_side_from_saved(part, scores, dq[some, queries], size.saved, own_angles)
 
 
@@ -204,17 +213,20 @@ def run_row_products(inputs: KernelInputs, out: Tensor, dout: Tensor, delta: Ten
 
 
 def run_key_side(
-    inputs: KernelInputs, dout: Tensor, sums: tuple, gradients: tuple, launch: Launch, angles: Angles | None = None,
-    scores: Tensor | None = None,
+    inputs: KernelInputs, dout: Tensor, sums: tuple, gradients: tuple, by_gain: Tensor, launch: Launch,
+    angles: Angles | None = None, scores: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill dk and dv, from lse and δ; by k before its rotation where there are angles. And scores, if given."""
+    """Fill dk and dv, from lse and δ; by k before its rotation where there are angles. And scores, if given.
+
+    by_gain: what `gain_gradient` sums, to be filled too where B has a gain.
+    """
     bias, layout, *rest = inputs.common()
     q, k, v = inputs.q, inputs.k, inputs.v
     saved = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
     grid, order = _programs(k, launch.keys, q)
     attention.key_side[grid](
         k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), saved,
-        sums, gradients, bias, layout, *rest, **order, **_rotary(angles, sums), **_saving(scores),
+        sums, gradients, by_gain, bias, layout, *rest, **order, **_rotary(angles, sums), **_saving(scores),
         **inputs.constants(), **_options(launch),
     )  # fmt: skip
 
@@ -320,6 +332,20 @@ def by_token(q: Tensor) -> Tensor:
     return q.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
+def empty_by_gain(queries: Tensor, keys: int, gain: Tensor | None) -> Tensor:
+    """Room for a number of each key and query head, (batch, heads, keys); without a gain no entries."""
+    size = (0,) if gain is None else (*queries.shape[:2], keys)
+    return queries.new_empty(size, dtype=torch.float32)
+
+
+def gain_gradient(by_gain: Tensor, gain: Tensor | None) -> Tensor | None:
+    """dg = Σ ds·B of each head, from the key side's sums in exponents of 2."""
+    if gain is None:
+        return None
+    heads = by_gain.sum((0, 2)) / LOG2E.value
+    return (heads if gain.numel() > 1 else heads.sum()).reshape(gain.shape).to(gain.dtype)
+
+
 def layout_of(tensors: list[Tensor]) -> KernelLayout | None:
     """From an operator's argument, whose list is empty where locations are in order."""
     return KernelLayout(*tensors) if tensors else None
@@ -328,13 +354,13 @@ def layout_of(tensors: list[Tensor]) -> KernelLayout | None:
 @library.custom_op("skipless::shaped_attention", mutates_args=())
 def shaped_attention(
     q: Tensor, k: Tensor, v: Tensor,
-    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None, gain: Tensor | None,
     layout: list[Tensor], causal: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out, lse − log₂D in exponents of 2). The bias is a KernelBias; layout is empty, or a KernelLayout."""
     out = by_token(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    bias = KernelBias(slope, column, diagonal, row_scale, row)
+    bias = KernelBias(slope, column, diagonal, row_scale, row, gain)
     inputs = KernelInputs(aligned(q), aligned(k), aligned(v), bias, layout_of(layout), causal)
     with torch.cuda.device_of(q):
         run_forward(inputs, out, lse, sizes(q.shape[3], q.dtype).forward)
@@ -344,16 +370,16 @@ def shaped_attention(
 @library.custom_op("skipless::shaped_attention_backward", mutates_args=())
 def shaped_attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None, gain: Tensor | None,
     layout: list[Tensor], causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv)."""
-    gradients = _like(q), _like(k), _like(v)
-    bias = KernelBias(slope, column, diagonal, row_scale, row)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, by_gain): see `gain_gradient`."""
+    gradients, by_gain = (_like(q), _like(k), _like(v)), empty_by_gain(q, k.shape[2], gain)
+    bias = KernelBias(slope, column, diagonal, row_scale, row, gain)
     inputs = KernelInputs(aligned(q), aligned(k), aligned(v), bias, layout_of(layout), causal)
     with torch.cuda.device_of(q):
-        run_backward(inputs, out, aligned(dout), lse, gradients)
-    return gradients
+        run_backward(inputs, out, aligned(dout), lse, gradients, by_gain)
+    return *gradients, by_gain
 
 
 @shaped_attention.register_fake
@@ -363,7 +389,8 @@ def _(q, *rest):
 
 @shaped_attention_backward.register_fake
 def _(dout, q, k, v, *rest):
-    return _like(q), _like(k), _like(v)
+    gain = rest[-3]
+    return _like(q), _like(k), _like(v), empty_by_gain(q, k.shape[2], gain)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -373,10 +400,10 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, dout: Tensor, dlse: Tensor):
-    q, k, v, out, lse, slope, column, diagonal, row_scale, row, *layout = ctx.saved_tensors
-    bias = KernelBias(slope, column, diagonal, row_scale, row)
-    gradients = shaped_attention_backward(dout, q, k, v, out, lse, *bias, layout, ctx.causal)
-    return *gradients, *[None] * len(bias), [None] * len(layout), None
+    q, k, v, out, lse, slope, column, diagonal, row_scale, row, gain, *layout = ctx.saved_tensors
+    bias = KernelBias(slope, column, diagonal, row_scale, row, gain)
+    *gradients, by_gain = shaped_attention_backward(dout, q, k, v, out, lse, *bias, layout, ctx.causal)
+    return *gradients, *[None] * (len(bias) - 1), gain_gradient(by_gain, gain), [None] * len(layout), None
 
 
 library.register_autograd("skipless::shaped_attention", _differentiate, setup_context=_save)

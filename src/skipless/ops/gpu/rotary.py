@@ -13,7 +13,17 @@ import triton.language as tl
 from torch import Tensor, library
 
 from skipless.ops.bias import KernelBias
-from skipless.ops.gpu.launch import Angles, KernelInputs, aligned, layout_of, run_backward, run_forward, sizes
+from skipless.ops.gpu.launch import (
+    Angles,
+    KernelInputs,
+    aligned,
+    empty_by_gain,
+    gain_gradient,
+    layout_of,
+    run_backward,
+    run_forward,
+    sizes,
+)
 
 _ENTRIES = 2048  # of each half in a program: two accesses of 16 bytes to a thread in half precision
 _WARPS = 4
@@ -92,7 +102,7 @@ def _empty_gradients(qkv: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor
 @library.custom_op("skipless::rotary_attention", mutates_args=())
 def rotary_attention(
     qkv: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
-    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None, gain: Tensor | None,
     layout: list[Tensor], causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse − log₂D in exponents of 2, rotated queries and keys side by side).
@@ -100,7 +110,7 @@ def rotary_attention(
     qkv: (batch, T, (heads + 2·kv_heads)·head_width). cos, sin: (batch or 1, 1, T, head_width/2) in float32.
     values: None, or (batch, kv_heads, T, head_width), and qkv then has (heads + kv_heads)·head_width features.
     """
-    qkv, bias = qkv.contiguous(), KernelBias(slope, column, diagonal, row_scale, row)
+    qkv, bias = qkv.contiguous(), KernelBias(slope, column, diagonal, row_scale, row, gain)
     out, lse, rotated = _empty(qkv, heads, kv_heads, values)
     launch = sizes(rotated.shape[3], rotated.dtype).forward
     with torch.cuda.device_of(qkv):
@@ -113,11 +123,11 @@ def rotary_attention(
 def rotary_attention_backward(
     dout: Tensor, qkv: Tensor, values: Tensor | None, cos: Tensor, sin: Tensor, rotated: Tensor, out: Tensor,
     lse: Tensor, heads: int, kv_heads: int,
-    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None,
+    slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None, gain: Tensor | None,
     layout: list[Tensor], causal: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients by `qkv` and by `values`; the second has no entries where there are none."""
-    qkv, bias = qkv.contiguous(), KernelBias(slope, column, diagonal, row_scale, row)
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients by `qkv` and by `values`, and what `gain_gradient` sums; what there is not has no entries."""
+    qkv, bias = qkv.contiguous(), KernelBias(slope, column, diagonal, row_scale, row, gain)
     gradient, by_values = _empty_gradients(qkv, values)
     width = rotated.shape[3]
     if values is None:
@@ -125,9 +135,10 @@ def rotary_attention_backward(
     else:
         gradients = (*_by_head(gradient, width, heads, kv_heads), by_values)
     inputs = _inputs(qkv, values, rotated, heads, kv_heads, bias, layout, causal)
+    by_gain = empty_by_gain(out, rotated.shape[1], gain)
     with torch.cuda.device_of(qkv):
-        run_backward(inputs, out, aligned(dout), lse, gradients, _angles(cos, sin))
-    return gradient, by_values
+        run_backward(inputs, out, aligned(dout), lse, gradients, by_gain, _angles(cos, sin))
+    return gradient, by_values, by_gain
 
 
 @rotary_attention.register_fake
@@ -136,8 +147,9 @@ def _(qkv, values, cos, sin, heads, kv_heads, *rest):
 
 
 @rotary_attention_backward.register_fake
-def _(dout, qkv, values, *rest):
-    return _empty_gradients(qkv, values)
+def _(dout, qkv, values, cos, sin, rotated, out, *rest):
+    gain = rest[-3]
+    return *_empty_gradients(qkv, values), empty_by_gain(out, rotated.shape[1], gain)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -148,14 +160,15 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, dout: Tensor, dlse: Tensor, drotated: Tensor):
-    qkv, values, cos, sin, rotated, out, lse, slope, column, diagonal, row_scale, row, *layout = ctx.saved_tensors
+    qkv, values, cos, sin, rotated, out, lse, slope, column, diagonal, row_scale, row, gain, *layout = ctx.saved_tensors
     heads, kv_heads, causal = ctx.constants
-    bias = KernelBias(slope, column, diagonal, row_scale, row)
-    gradient, by_values = rotary_attention_backward(
+    bias = KernelBias(slope, column, diagonal, row_scale, row, gain)
+    gradient, by_values, by_gain = rotary_attention_backward(
         dout, qkv, values, cos, sin, rotated, out, lse, heads, kv_heads, *bias, layout, causal
     )
     by_values = None if values is None else by_values
-    return gradient, by_values, None, None, None, None, *[None] * len(bias), [None] * len(layout), None
+    of_bias = *[None] * (len(bias) - 1), gain_gradient(by_gain, gain)
+    return gradient, by_values, None, None, None, None, *of_bias, [None] * len(layout), None
 
 
 library.register_autograd("skipless::rotary_attention", _differentiate, setup_context=_save)
