@@ -227,7 +227,9 @@ class Scale:
         if not self.width:
             return {}
         width = self.width * model.width // PAPER_WIDTH
-        return {"width": width, "heads": max(width // self.head_width, 1), "length": self.length}
+        sizes = {"width": width, "heads": max(width // self.head_width, 1), "length": self.length}
+        hidden = model.hidden or 0
+        return sizes if hidden in (0, 4 * model.width) else {**sizes, "hidden": hidden * width // model.width}
 
     def embedding(self, corpus: str) -> float:
         """The embedding's rate, one for all networks: App. H's, or the one of this scale."""
