@@ -427,9 +427,9 @@ assert time.process_time() < 2.5, time.process_time()
         ([], "name a table, such as baselines"),
         (["baselines", "--scale", "large"], "--scale is 'large'; there are tiny, small, paper"),
         (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen table has; did you mean 'e-spa'"),
-        (["baselines", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
+        (["baselines", "--jobs", "0"], "--jobs is 0; it must lie in 1 … 256"),
         (["baselines", "--budget", "-1"], "--budget is -1 seconds; it must be positive"),
-        (["baselines", "--rates", "0"], "--rates is 0; it must be at least 1"),
+        (["baselines", "--rates", "0"], "--rates is 0; it must lie in 1 … 1000"),
         (["baselines", "--out", "file"], "--out is file, a file; name a folder"),
     ],
 )

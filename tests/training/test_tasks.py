@@ -189,7 +189,7 @@ def test_a_label_that_names_no_choice_is_refused_with_its_place(label):
 def test_a_broken_record_is_named_by_file_and_line(tmp_path):
     bad = {**RECORDS["hellaswag"], "ctx_b": None}
     (tmp_path / "hellaswag.jsonl").write_text(f"{json.dumps(RECORDS['hellaswag'])}\n{json.dumps(bad)}\n")
-    with pytest.raises(ValueError, match=r"hellaswag\.jsonl, line 2 is no question of hellaswag: 'NoneType'"):
+    with pytest.raises(ValueError, match=r"hellaswag\.jsonl, line 2 is no question of hellaswag: ctx_b is None"):
         evaluate._asked("hellaswag", tmp_path, SimpleNamespace(limit=None))
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from skipless.console import near_names
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
-from skipless.files import HASHES, check_hashes
+from skipless.files import HASHES, check_hashes, reading
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
+from skipless.schema import check
 from skipless.training.config import Experiment
 from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, WEIGHTS, read_experiment
 
@@ -213,7 +214,11 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
     tokenizer = tokenizer or own
     assert tokenizer is not None
     ends = saved.generation_config.eos_token_id if saved.generation_config is not None else None
-    stop = (tokenizer.end,) if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+    with reading(path / "generation_config.json", "export it again"):
+        several = ends if isinstance(ends, list) else [tokenizer.end if ends is None else ends]
+        stop = check(several, tuple[int, ...], "eos_token_id")
+        if not all(0 <= end < model.config.vocab_size for end in stop):
+            raise ValueError(f"eos_token_id is {ends}, and the model knows 0 … {model.config.vocab_size - 1}")
     packed = bool(saved.config.packed)
     loaded = LoadedModel(model, tokenizer, str(path), model.config.length, packed, stop=stop)
     _check_tokenizer(loaded, own)

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
@@ -22,8 +22,9 @@ from torch import nn
 
 from skipless.data.formats import COMPRESSIONS, opened
 from skipless.data.tokenizer import Tokenizer
-from skipless.files import parse_json
+from skipless.files import parse_json, reading
 from skipless.model.transformer import Transformer
+from skipless.schema import check
 from skipless.training.config import Precision
 from skipless.training.evaluate import Row, check_vocabulary, config_of, scoring
 
@@ -78,9 +79,16 @@ class TaskResult:
         return 1.0 / TASKS[self.task].choices
 
 
+def _text(record: Mapping[Any, Any], name: Any) -> str:
+    """A field that must be text, which a list or a number would silently become in a prompt."""
+    text = check(record[name], str, str(name))
+    text.encode()  # no half of a surrogate pair
+    return text
+
+
 def _boolq(record: dict[str, Any]) -> Question:
     label = record["answer"] if "answer" in record else record["label"]  # BoolQ's own field, and SuperGLUE's
-    prompt = f"{record['passage']}\nQuestion: {record['question']}?\nAnswer:"
+    prompt = f"{_text(record, 'passage')}\nQuestion: {_text(record, 'question')}?\nAnswer:"
     return Question.ask(prompt, ("no", "yes"), _gold(label, 2))
 
 
@@ -94,8 +102,10 @@ def _gold(label: Any, choices: int, first: int = 0) -> int:
 
 
 def _hellaswag(record: dict[str, Any]) -> Question:
-    prompt = f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    endings = [*map(_without_brackets, record["endings"])]
+    before, start = f"{_text(record, 'activity_label')}: {_text(record, 'ctx_a')}", _text(record, "ctx_b")
+    prompt = f"{before} {start.capitalize()}"
+    numbered = dict(enumerate(check(record["endings"], list[str], "endings")))
+    endings = [_without_brackets(_text(numbered, place)) for place in numbered]
     return Question.ask(_without_brackets(prompt), endings, _gold(record["label"], len(endings)))
 
 
@@ -106,22 +116,23 @@ def _without_brackets(text: str) -> str:
 
 def _winogrande(record: dict[str, Any]) -> Question:
     """What follows the gap is scored after each of the two fillings (Trinh & Le 2018)."""
-    before, gap, after = record["sentence"].partition("_")
+    before, gap, after = _text(record, "sentence").partition("_")
     if not gap:
         raise ValueError(f"the sentence has no gap '_': {record['sentence']!r}")
-    options = (record["option1"], record["option2"])
+    options = (_text(record, "option1"), _text(record, "option2"))
     pairs = tuple((before + option, f" {after.strip()}") for option in options)
     return Question(pairs, _gold(record["answer"], 2, first=1))
 
 
 def _piqa(record: dict[str, Any]) -> Question:
-    choices = (record["sol1"], record["sol2"])
-    return Question.ask(f"Question: {record['goal']}\nAnswer:", choices, _gold(record["label"], 2))
+    choices = (_text(record, "sol1"), _text(record, "sol2"))
+    return Question.ask(f"Question: {_text(record, 'goal')}\nAnswer:", choices, _gold(record["label"], 2))
 
 
 def _siqa(record: dict[str, Any]) -> Question:
-    choices = (record["answerA"], record["answerB"], record["answerC"])
-    return Question.ask(f"Q: {record['context']} {record['question']}\nA:", choices, _gold(record["label"], 3, first=1))
+    choices = tuple(_text(record, name) for name in ("answerA", "answerB", "answerC"))
+    prompt = f"Q: {_text(record, 'context')} {_text(record, 'question')}\nA:"
+    return Question.ask(prompt, choices, _gold(record["label"], 3, first=1))
 
 
 TASKS: dict[str, Task] = {
@@ -245,7 +256,8 @@ def score_tasks(
     length = config_of(model).length if length is None else length
     results = {}
     for name, each in asked.items():
-        rows = [pair_row(tokenizer, *pair, length) for question in each for pair in question.pairs]
+        with reading(name, what="cannot be scored"):
+            rows = [pair_row(tokenizer, *pair, length) for question in each for pair in question.pairs]
         with scoring(model, device, precision) as scorer:
             scores = scorer.row_log_likelihoods([row for row, _ in rows])
         results[name] = result_of(name, each, scores, sum(cut for _, cut in rows))
