@@ -102,9 +102,8 @@ class Arm:
     printed: what the paper says of it. step_multiples: multiples of the usual steps that it is trained for; its rate is
     tuned at 1. precision and seeds (at the best rate): None is the scale's own. core: whether it is run at every scale;
     other arms are run at the paper's, and with --arms. gain_rate: of the gains of SkipInit and Value-SkipInit; None is
-    the optimiser's own. rate and embedding_rate: its only ones, if it is not tuned here; an embedding_rate of None is
-    the scale's. follows: another arm of its table, whose best rates it takes instead of tuning its own; the rate by the
-    law over depth with this power (by_depth).
+    the optimiser's own. rate: its only rate, if it is not tuned here. follows: another arm of its table, whose best
+    rates it takes instead of tuning its own; the rate by the law over depth with this power (by_depth).
     """
 
     name: str
@@ -121,7 +120,6 @@ class Arm:
     core: bool = True
     seeds: int | None = None
     rate: float | None = None
-    embedding_rate: float | None = None
     follows: str = ""
     depth_power: float = DEPTH_POWER
 
