@@ -80,6 +80,19 @@ def test_the_readme_counts_all_claims():
     assert f"| {held} of {held + failed} hold | {failed} do not" in (ROOT / "README.md").read_text()
 
 
+def test_the_readme_names_the_rows_of_its_claims_on_mirrored_networks():
+    data, readme = as_json(summary("mirrored")), (ROOT / "README.md").read_text()
+    found = {row["arm"]: row for row in data["tables"]["train_loss"] if row["multiple"] == 1.0}
+    told = re.findall(r"`((?:mirrored|pre-ln)[a-z-]*/[a-z]+)` (\d\.\d+)", readme)
+    kinds = {"adam": ("mirrored", "pre-ln", "mirrored-identity"), "muon": ("mirrored-gain", "pre-ln")}
+    assert [arm for arm, _ in told] == [f"{kind}/{way}" for way, each in kinds.items() for kind in each]
+    for arm, loss in told:
+        assert loss == f"{found[arm]['ours']:.2f}", arm
+    ratio = next(line for line in data["ratios"] if line["arm"] == found["mirrored-identity/adam"]["label"])
+    steps, time = ratio["steps to the baseline"], ratio["the same in wall-clock"]
+    assert f"[{steps} times the steps and {time} times the time]" in readme
+
+
 @pytest.mark.parametrize("log", sorted((ROOT / "results" / "logs").glob("*.jsonl")), ids=lambda log: log.stem)
 def test_every_run_in_the_logs_has_the_key_that_its_settings_give_today(log):
     """New fields of a configuration must leave the keys of old runs as they are: tables find runs by them."""
