@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python[ \t]*(?P<tag>[^\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 TAGS = {"", "no-run"}
@@ -36,6 +36,21 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
             continue
         padded = "\n" * lines_before + code  # so that a traceback points at the document's line
         exec(compile(padded, str(path), "exec"), namespace)
+
+
+PROMISES = [REPOSITORY / "docs" / "reliability.md", REPOSITORY / "SECURITY.md"]
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+@pytest.mark.parametrize("path", PROMISES, ids=lambda path: path.name)
+def test_every_promise_names_a_test_that_is_there(path: Path) -> None:
+    text = path.read_text()
+    named = TEST.findall(text)
+    assert len(named) > 5
+    for file, name in named:
+        assert f"def {name}(" in (REPOSITORY / file).read_text(), f"{file} has no {name}"
+    rows = [line for line in text.splitlines() if line.startswith("|") and not line.startswith(("|---", "| promise"))]
+    assert all(TEST.search(row) for row in rows if not row.endswith("| test |"))
 
 
 def test_the_readme_shows_code() -> None:

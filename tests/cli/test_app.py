@@ -2,15 +2,23 @@
 
 import inspect
 import json
+import pickle
+import socket
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import skipless
 from skipless.cli.app import COMMANDS, app
+from skipless.data.tokenizer import ByteTokenizer
+from skipless.hf.modeling import as_pretrained
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
 
 
 def test_it_says_its_version():
@@ -91,3 +99,81 @@ def test_the_paper_s_tables_are_listed_without_torch(tmp_path):
     assert code == 0
     assert "torch" not in heavy
     assert seconds < 2.5
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder as save_pretrained writes it, with bytes for tokens."""
+    folder = tmp_path / "model"
+    native = Transformer(ModelConfig(vocab_size=259, width=16, depth=1, heads=2, length=16, activation="gelu"))
+    for part in as_pretrained(native, ByteTokenizer()):
+        part.save_pretrained(folder)
+    return folder
+
+
+def opening(folder: Path) -> list[list[str]]:
+    """Every command that opens a model."""
+    return [
+        ["inspect", str(folder), "--length", "8", "--batch", "1", "--text", __file__],
+        ["generate", str(folder), "--prompt", "a", "--max-new-tokens", "2"],
+        ["eval", str(folder), "--corpus", __file__, "--max-tokens", "40"],
+        ["export", str(folder), "--out", str(folder.parent / "export")],
+    ]
+
+
+class Bomb:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "optimizer.pt"])
+def test_nothing_is_unpickled(model: Path, tmp_path: Path, name: str) -> None:
+    gone_off = tmp_path / "gone off"
+    if name == "pytorch_model.bin":
+        (model / "model.safetensors").unlink()
+    (model / name).write_bytes(pickle.dumps(Bomb(gone_off)))
+    codes = [CliRunner().invoke(app, words).exit_code for words in opening(model)]
+    assert any(codes) == (name != "optimizer.pt"), "a file that belongs to no model is not looked at"
+    probes = tmp_path / "run" / "probes"
+    probes.mkdir(parents=True)
+    np.savez(probes / "step-000001.npz", step=1, states=np.array([Bomb(gone_off)], dtype=object))
+    report = ["report", str(probes.parent), "--out", str(tmp_path / "page.html")]
+    assert "step-000001.npz" in str(CliRunner().invoke(app, report).exception)
+    assert not gone_off.exists()
+    pickle.loads(pickle.dumps(Bomb(gone_off)))
+    assert gone_off.exists(), "it would have"
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_beside_a_model_is_not_run(model: Path, tmp_path: Path, file: str) -> None:
+    """Nor is anybody asked: a "y" that waits on standard input changes nothing."""
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'gone off')!r}, 'w')\n")
+    settings = json.loads((model / file).read_text())
+    kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoModel") if file == "config.json" else ("AutoTokenizer",)
+    code = {kind: ["evil.Evil", "evil.Evil"] if kind == "AutoTokenizer" else "evil.Evil" for kind in kinds}
+    for other in ("skipless", "unknown"):  # a kind of model that transformers knows, and one that it does not
+        changed = settings | {"auto_map": code} | ({"model_type": other} if file == "config.json" else {})
+        (model / file).write_text(json.dumps(changed))
+        for words in opening(model):
+            CliRunner().invoke(app, words, input="y\n" * 9)
+            assert not (tmp_path / "gone off").exists(), words
+
+
+def test_no_command_uses_the_network(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    for place, name in ((socket.socket, "connect"), (socket.socket, "connect_ex"), (socket, "getaddrinfo")):
+        monkeypatch.setattr(place, name, lambda *arguments: asked.append(arguments))
+    monkeypatch.chdir(tmp_path)
+    kernels = ["kernels", "e-spa", "--depth", "4", "--length", "16", "--json", "a.json", "--no-figure"]
+    more = [kernels, ["report", "a.json"], ["prepare", __file__, "--bytes"], ["train", "--list"]]
+    for words in (*opening(model)[:3], *more):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, (words, done.exception)
+    for corpus in ("wikitext-103", "c4"):
+        assert "--download" in str(CliRunner().invoke(app, ["prepare", corpus]).exception)
+    assert not asked
