@@ -93,6 +93,16 @@ def test_the_readme_names_the_rows_of_its_claims_on_mirrored_networks():
     assert f"[{steps} times the steps and {time} times the time]" in readme
 
 
+def test_the_readme_has_the_losses_of_the_demo():
+    data = json.loads((ROOT / "results" / "demo-cpu.json").read_text())
+    losses = {network["name"]: f"{network['training_loss']:.2f}" for network in data["networks"]}
+    told = (
+        f"ends at {losses['standard']} nats, where counting symbols is at {data['counting']['training_loss']:.2f}; "
+        f"E-SPA at {losses['e-spa']}, Pre-LN at {losses['pre-ln']}, mirrored E-SPA at {losses['mirrored']} "
+    )
+    assert told in " ".join((ROOT / "README.md").read_text().split())
+
+
 @pytest.mark.parametrize("log", sorted((ROOT / "results" / "logs").glob("*.jsonl")), ids=lambda log: log.stem)
 def test_every_run_in_the_logs_has_the_key_that_its_settings_give_today(log):
     """New fields of a configuration must leave the keys of old runs as they are: tables find runs by them."""

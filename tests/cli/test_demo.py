@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from skipless.cli import main
 from skipless.data.prepare import Preparation
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
-from skipless.paper.demo import DEMO, SCALE, demo_scale
+from skipless.paper.demo import DEMO, SCALE, Counting, demo_scale
 from skipless.training import trainer
 from skipless.training.run import read_metrics
 
@@ -160,6 +161,25 @@ def test_without_matplotlib_all_but_the_picture_is_there(demo, monkeypatch) -> N
     assert "pip install 'skipless[plot]'" in err
     assert "counting symbols" in out
     assert not Path("skipless-demo/demo.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("losses", "title"),
+    [
+        ((2.1, 3.2, 2.7, 2.0), "standard attention learns nothing, E-SPA learns, mirrored E-SPA more than Pre-LN"),
+        ((2.0, 3.2, 2.7, 2.1), "standard attention learns nothing, E-SPA learns"),
+        ((2.1, 3.2, 3.2, 2.0), ""),
+        ((2.1, 3.0, 2.7, 2.0), ""),
+    ],
+)
+def test_the_title_claims_what_the_losses_show(losses, title) -> None:
+    experiment = SimpleNamespace(model=SimpleNamespace(depth=36))
+    rows = [
+        SimpleNamespace(run=SimpleNamespace(arm=arm, experiment=experiment), record=SimpleNamespace(train_loss=loss))
+        for arm, loss in zip(ARMS, losses, strict=True)
+    ]
+    found = cli_demo.title(rows, Counting(3.24, 4.5))
+    assert found == (f"36 blocks without skips: {title}" if title else "36 blocks, with and without skips")
 
 
 @pytest.mark.slow
