@@ -82,7 +82,7 @@ class Page(HTMLParser):
 def test_the_verdict_comes_first_in_plain_words() -> None:
     text = render([measured(), collapsed()])
     assert "The signal is lost in 1 of 2 networks." in text
-    assert "collapse: all locations become alike" in text
+    assert "collapse: locations are no longer told apart" in text
     assert "Use skipless attention, or add skips." in text
     assert text.index("lost in 1 of 2") < text.index("Rank collapse at block 2") < text.index("<table>")
     assert "The signal reaches the end." in render([measured()])
@@ -223,7 +223,7 @@ def test_the_page_draws_itself_under_its_own_policy(tmp_path: Path) -> None:
     assert dom.count("<canvas") == 2
     assert dom.count('data-block="3"') == 2
     assert ">after block 3</output>" in dom
-    assert dom.count('class="plot"') == 4 + 2  # by block, and of training; one validation is no curve
+    assert dom.count('class="plot"') == 5 + 2  # by block, and of training; one validation is no curve
     assert dom.count('class="lost"') >= 4  # the place of loss, in every chart by block and in the table
 
 

@@ -324,8 +324,11 @@ def _inspected(asked: InspectArguments, blocks: str | None, device: str, half: H
     place = find_device(device)
     model, encode = asked.open()
     batch = asked.batch(model, encode).to(place)
-    found = replace(inspect(model.to(place), batch, blocks=blocks), model=asked.model)
-    return found if half is None else with_rounding(found, rounding(model, batch, half.value, blocks=blocks))
+    found = inspect(model.to(place), batch, blocks=blocks)
+    found = replace(found, model=found.model.replace(type(model).__name__, asked.model, 1))
+    if half is None:
+        return found
+    return with_rounding(found, rounding(model, batch, half.value, blocks=[each.name for each in found.blocks[1:]]))
 
 
 def _report(found: Inspection, json_file: Path | None, figure: Path | None, half: Half | None) -> None:
@@ -360,8 +363,9 @@ def _show(console: "Console", found: Inspection) -> None:
     console.print()
     colour = "green" if found.verdict.kind == "preserved" else "yellow" if not found.verdict.lost else "red"
     print_text(console, f"{found.model}: {found.verdict.text}", style=f"bold {colour}", wrap=True)
-    if found.advice:
-        print_text(console, found.advice, wrap=True)
+    for words in (found.advice, *found.notes):
+        if words:
+            print_text(console, words, wrap=True)
 
 
 _BARS = "▁▂▃▄▅▆▇█"

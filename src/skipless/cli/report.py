@@ -99,7 +99,8 @@ def _shown(data: Any) -> list[Inspection]:
         return Inspection.of_certificates(data)
     several = data if isinstance(data, list) else [data]
     if several and all(isinstance(one, dict) and {"blocks", "verdict"} <= one.keys() for one in several):
-        return [Inspection.from_dict(one) for one in several]
+        inspections = [Inspection.from_dict(one) for one in several]
+        return [each for one in inspections for each in (one, *one.others)]
     raise ValueError("it holds neither an inspection nor certificates of networks")
 
 

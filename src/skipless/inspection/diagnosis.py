@@ -16,6 +16,8 @@ from skipless.theory.feasibility import round_up, smallest_gamma_final
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 
 _CARRIED = 0.1  # cosine of a location with itself one block earlier; about 0 without a shortcut, in any width
+_GONE = 0.25  # of the squared differences between locations, what is left where they have become alike
+_ROUNDED = 1e-3  # differences over norms that half precision rounds away
 _GAMMA = 0.005  # the paper's final decay rate without shortcuts
 
 
@@ -87,11 +89,20 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresh
 
 
 def _collapsed(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
+    """Where locations are alike because what told them apart is gone.
+
+    Early in training a network with shortcuts adds the same vector to all locations, which brings cosines as near to 1
+    and takes nothing away: the differences are still there, and it trains on.
+    """
+    apart = 0.0
     for each in signals:
-        if each.cosine_mean > limits.collapse_cosine:
+        left = each.norm_mean * each.collapse**2
+        gone = each.block == 0 or math.isnan(left) or left < _GONE * apart or each.collapse < _ROUNDED
+        if each.cosine_mean > limits.collapse_cosine and gone:
             text = f"Rank collapse {at(each)}: the mean cosine between locations is {each.cosine_mean:.4f}"
             text += f", the effective rank {each.effective_rank:.1f}" if math.isfinite(each.effective_rank) else ""
             return Verdict("collapse", each.block, f"{text}.{_query_key_words(signals, each.block)}")
+        apart = max(apart, left)
     return None
 
 

@@ -306,7 +306,9 @@ def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
         return None
     mean, least = each.norm_mean / before.norm_mean, each.norm_min / before.norm_min
     recovers = bool(after) and after[0].norm_min > _NORM_JUMP * each.norm_min
-    first = 10.0 if each.block == 1 else 1.0  # a small embedding may grow at once in the first block
+    first = 10.0 if each.block == 1 else 1.0
+    if each.block == 1 and not (each.kept or 0.0) > 0.7 * mean**0.5:
+        first = math.inf  # a branch that is added to a small embedding, not a factor on both
     if mean < (30 if recovers else 1) / _NORM_JUMP:
         kind, word = "vanishing", "drops"
     elif mean > first * _NORM_JUMP and least > first * _NORM_JUMP / 10:
@@ -334,15 +336,15 @@ def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
         text = f"One channel holds nearly all of the norm {at(each)}, so that all locations point the same way."
         look = f"Look at the largest entry of what {each.name} adds: a bias, a row of its last matrix, a norm's weight."
         return _fault(each, "collapse", text, look)
-    if each.cosine_mean > _ALIKE and before.cosine_mean < _APART:
+    left, earlier = (signal.norm_mean * signal.collapse**2 for signal in (each, before))
+    if each.cosine_mean > _ALIKE and before.cosine_mean < _APART and left < 0.1 * earlier:
         jump = f"the mean cosine between locations jumps to {each.cosine_mean:.4f}"
         text = f"Rank collapse {at(each)}, in one block: {jump}."
         look = f"Look in {each.name} for a mean or a sum over locations, a broadcast, or weights that ignore its input."
         return _fault(each, "collapse", text, look)
     quantiles = each.cosine_quantiles
     if quantiles and each.cosine_mean <= _ALIKE and min(map(abs, quantiles)) > _ALIKE:
-        earlier = before.cosine_quantiles
-        if earlier and min(map(abs, earlier)) > _ALIKE:
+        if before.cosine_quantiles and min(map(abs, before.cosine_quantiles)) > _ALIKE:
             return None
         text = f"All locations lie on one line {at(each)}: their cosines are 1 or −1, so that one direction is left."
         look = f"Look in {each.name} for a matrix of rank one, a width of 1 on the way, or a broadcast."

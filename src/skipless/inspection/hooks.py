@@ -225,13 +225,13 @@ def _carried(before: Tensor, after: Tensor) -> Tensor:
     """[mean cosine of a location before and after a block, how much of its difference from the row's mean is kept].
 
     The second is the larger of a cosine and of a coefficient, ⟨x, y⟩/⟨x, x⟩. A block that adds much to little leaves a
-    coefficient of chance, about ‖y‖/‖x‖ over the root of the number of entries: NaN where that is too much.
+    coefficient of chance, about ‖y‖/‖x‖ over the root of the number of entries: NaN where that may be all of it.
     """
     carry = F.cosine_similarity(before.float(), after.float(), dim=-1).mean()
     x, y = ((rows := z[:_KEPT_ROWS].to(wide(z))) - rows.mean(1, keepdim=True) for z in (before, after))
     noise = (y.norm() / x.norm()) / x.numel() ** 0.5
     kept = torch.maximum((x * y).sum() / x.square().sum(), F.cosine_similarity(x, y, dim=-1).mean())
-    return torch.stack([carry.to(kept), torch.where(noise < _KEPT_NOISE, kept, math.nan)])
+    return torch.stack([carry.to(kept), torch.where((noise < _KEPT_NOISE) | (kept > 10 * noise), kept, math.nan)])
 
 
 def _exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:

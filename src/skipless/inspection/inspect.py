@@ -377,6 +377,7 @@ def rounding(
         raise ValueError(f"precision is {precision!r}; use 'bf16' or 'fp16'")
     model = unwrapped(model)
     check_batch(model, batch, None)
+    batch = with_decoder_ids(model, batch, None)
     found = [block for _, block in find_blocks(model, blocks)]
     exact, rounded = _outputs(model, batch, found, "fp32"), _outputs(model, batch, found, precision)
     mask = padding(batch)

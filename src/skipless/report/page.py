@@ -24,10 +24,10 @@ _MARKS = {"preserved": "✔", "drift": "≈", "collapse": "✖", "explosion": "�
 _PLAIN = {
     "preserved": "healthy: the signal survives",
     "drift": "survives, but norms drift",
-    "collapse": "collapse: all locations become alike",
-    "explosion": "explosion: numbers grow without bound",
-    "vanishing": "vanishing: the signal fades to nothing",
-    "leak": "leak: locations see what they must not",
+    "collapse": "collapse: locations are no longer told apart",
+    "explosion": "explosion: numbers leave their range",
+    "vanishing": "vanishing: a signal, a gradient or a weight is gone",
+    "leak": "leak: a location sees what it must not",
 }
 _HEADS: tuple[tuple[str, str, str], ...] = (
     ("norm² min", "norm_min", "smallest squared norm of a location over the width"),
@@ -134,6 +134,7 @@ def _card(index: int, inspection: Inspection) -> str:
     """A verdict in plain words, and the box that shows or hides the network below."""
     verdict = inspection.verdict
     advice = f'<p class="advice"><b>What to change:</b> {escape(inspection.advice)}</p>' if inspection.advice else ""
+    advice += "".join(f'<p class="advice">{escape(note)}</p>' for note in inspection.notes)
     return (
         f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
         f"{_MARKS[verdict.kind]}</span> {escape(inspection.model)}</h3>"
@@ -222,7 +223,7 @@ _WHOLE_NETWORKS = 4  # more networks share what these may take
 _CURVE_POINTS = 400
 _LEVELS = 254  # cosines −1 … 1 as 0 … 254; 255 is not a number
 _COLUMNS = ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "gradient_mean", "gradient_max")
-_OPTIONAL = ("attention_spread", "carry")
+_OPTIONAL = ("attention_spread", "carry", "outlier")
 _CURVES = ("loss", "ema", "valid_loss", "gradient")
 
 

@@ -13,6 +13,8 @@ const SPECS = [
   { title: "Effective rank", y: "effective_rank", note: "In how many directions locations differ. 1 is collapse.", mayBeLog: true, reference: 1, floor: 0 },
   { title: "Gradient", y: "gradient_mean", dots: "gradient_predicted",
     note: "Squared gradient norm here, relative to the output's. Far from the dashed 1, early blocks learn too slowly or blow up.", mayBeLog: true, reference: 1, floor: 0 },
+  { title: "What a block carries on", y: "carry", note: "Cosine between a location before and after the block. A single block near 0 among others near 1 has lost its shortcut.", include: [0, 1] },
+  { title: "Largest entry", y: "outlier", note: "Over the root mean square. A jump is a channel or a location that outgrows all others.", mayBeLog: true, floor: 0 },
   { title: "Spread of attention", y: "attention_spread", note: "Entropy of the attention weights over that of equal weights: 0 looks at one location, 1 at all alike.", include: [0, 1] },
 ];
 let depths = [0], charts = [], kernels = [], timer = null;
