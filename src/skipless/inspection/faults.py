@@ -326,8 +326,8 @@ def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
 
 
 def in_one_channel(each: BlockSignal) -> bool:
-    """Whether a single channel holds most of the norm at every location: then kurtosis and squared outlier agree."""
-    return each.kurtosis > 10 and each.kurtosis > 0.5 * each.outlier**2
+    """Whether a single channel holds most of the norm: then kurtosis and squared outlier are of one size."""
+    return each.kurtosis > 10 and each.kurtosis > 0.1 * each.outlier**2
 
 
 def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
