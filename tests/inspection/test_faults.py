@@ -13,6 +13,7 @@ from tests.inspection.catalogue import ARCHITECTURES, FAULTS, Size, build
 
 from skipless.inspection.inspect import inspect
 from skipless.inspection.inspection import Inspection
+from skipless.inspection.pytest_plugin import assert_signal_preserved  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # What cannot be told, with the reason. A place is (fault, architecture), or (fault, architecture, block).
@@ -133,3 +134,44 @@ def test_a_stack_that_does_not_run_is_named():
     assert len(found.others) == 1
     model.spare = torch.nn.ModuleList(type(model.encoder.layers[0])(model.config) for _ in range(3))
     assert "spare, 3 blocks, was left out: it did not run." in " ".join(inspect(case.model, case.batch).notes)
+
+
+TRAINED = ("gpt2", "llama", "neox", "qwen3", "gemma2", "mixtral", "mamba", "hand-causal", "pre-ln", "e-spa")
+
+
+@pytest.mark.catalogue(3)
+@pytest.mark.parametrize("rate", [1e-2, 3e-3])
+@pytest.mark.parametrize("architecture", TRAINED)
+def test_a_network_that_trains_is_not_accused_on_its_way(architecture, rate):
+    """Where a few tokens are frequent, the first steps add one vector to all locations: nothing is lost by that."""
+    case = build(architecture, Size(4, 32, 1))
+    model, optimizer = case.model, torch.optim.AdamW(case.model.parameters(), rate)
+    generator = torch.Generator().manual_seed(0)
+    frequency = 1.0 / torch.arange(1, 65)
+    losses = []
+    for step in range(41):
+        ids = torch.multinomial(frequency, 8 * 12, replacement=True, generator=generator).view(8, 12)
+        ids[:, 1::2] = (ids[:, ::2] + 1) % 64  # every other token follows from the one before it
+        output = model(ids)
+        logits = getattr(output, "logits", output)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step in (3, 8, 15, 25, 40):
+            found = inspect(model, ids[:3], keep_kernels=False)
+            assert found.healthy, (step, said(found))
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_fixture_fails_in_words(assert_signal_preserved):  # noqa: F811
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 32, 0.0, norm_first=True, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    assert assert_signal_preserved(model, torch.randn(2, 8, 16)).healthy
+    torch.nn.init.zeros_(model.layers[2].linear2.weight)
+    with pytest.raises(pytest.fail.Exception, match=r"linear2\.weight of block 3 \(layers\.2\) is zero") as failure:
+        assert_signal_preserved(model, torch.randn(2, 8, 16))
+    assert "Look at layers.2.linear2.weight" in failure.value.msg
+    assert not failure.value.pytrace

@@ -157,7 +157,7 @@ class Recorder:
             self.current, entered, self._entered = None, self._entered, None
             try:
                 x = hidden(out)
-                rows_first(x, False)
+                check_locations(self._rows(x)[:1], None)
             except ValueError as error:
                 self.refused = str(error)
                 return

@@ -30,7 +30,7 @@ from skipless.inspection.inputs import (
 )
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.prediction import predict
-from skipless.inspection.probes import Seen, probe
+from skipless.inspection.probes import Seen, Watched, probe
 from skipless.inspection.stacks import Block, find_blocks, find_stacks
 from skipless.inspection.statistics import ActivationStats, InspectOptions
 from skipless.model import kernel_maps
@@ -81,14 +81,12 @@ def inspect(
     if not complete:
         raise ValueError(_not_run(recorders))
     weights = {name: weights_of(block) for recorder in complete for name, block in recorder.blocks}
-    found = []
-    for recorder in complete:
-        seen = _probed(model, batch, recorder) if len(complete) < _MOST_PROBED else None
-        found.append(_found((name, model, thresholds), recorder, taken, weights, seen))
+    seen = _probed(model, batch, complete)
+    found = [
+        _found((name, model, thresholds), recorder, taken, weights, each)
+        for recorder, each in zip(complete, seen, strict=True)
+    ]
     return _chosen(found, recorders)
-
-
-_MOST_PROBED = 6  # stacks; a model of more is not probed
 
 
 def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: InspectOptions) -> Recorder:
@@ -116,14 +114,22 @@ def _entering(model: nn.Module, batch: Batch, block: nn.Module) -> tuple[int, ..
     return seen[0] if seen else None
 
 
-def _probed(model: nn.Module, batch: Batch, recorder: Recorder) -> Seen | None:
-    blocks = [block for _, block in recorder.blocks]
-    with evaluating(model), uncompiled(model):
-        try:
-            return probe(model, batch, blocks, recorder.swapped, read_by(batch, recorder.blocks[0][0]) is not batch)
-        except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
-            why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
-            return Seen({}, note=f"Whether it sees the future or other rows was not asked: {why}.")
+def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> list[Seen]:
+    """What each stack sees; decoders with ids of their own are asked by those."""
+    found: dict[int, Seen] = {}
+    for decoder in (False, True):
+        chosen = [i for i, r in enumerate(recorders) if (read_by(batch, r.blocks[0][0]) is not batch) == decoder]
+        stacks = [Watched([block for _, block in recorders[i].blocks], recorders[i].swapped) for i in chosen]
+        if not chosen:
+            continue
+        with evaluating(model), uncompiled(model):
+            try:
+                found |= dict(zip(chosen, probe(model, batch, stacks, decoder), strict=True))
+            except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
+                why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
+                note = f"Whether it sees the future or other rows was not asked: {why}."
+                found |= dict.fromkeys(chosen, Seen({}, note=note))
+    return [found[index] for index in range(len(recorders))]
 
 
 def _found(
@@ -131,7 +137,7 @@ def _found(
     recorder: Recorder,
     taken: Taken,
     weights: dict[str, dict[str, Weight]],
-    seen: Seen | None,
+    seen: Seen,
 ) -> Inspection:
     """The inspection of one stack; taken and weights are of all of them, by the block's name."""
     name, model, thresholds = asked
@@ -141,11 +147,10 @@ def _found(
     signals, locations = assemble(recorder, gradients, sizes)
     if recorder.options.kernel:
         signals = _with_theory(signals, _native(model), recorder)
-    leaks = seen.leaks if seen else {}
-    evidence = Evidence(signals, sizes, [each.matrices for each in gradients], leaks, cousins)
+    evidence = Evidence(signals, sizes, [each.matrices for each in gradients], seen.leaks, cousins)
     verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
-    notes = tuple(note for note in (seen.note, _BLIND if seen.ordered is False else "") if note) if seen else ()
+    notes = tuple(note for note in (seen.note, _BLIND if seen.ordered is False else "") if note)
     return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, notes)
 
 

@@ -1,10 +1,12 @@
 """Probes: what a model sees that it should not, and what it does not see, by changing its input a little.
 
 Three rows are run twice without gradients: a row, another one, and the first with its tokens in reverse; the second
-time the first row's last token is another. Where activations change, and where they do not, says what is seen.
+time the first row's last token is another. Where activations change, and where they do not, says what is seen. Images
+and other numbers are asked only whether rows see each other.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,57 +33,54 @@ class Seen:
     note: str = ""
 
 
-@torch.no_grad()
-def probe(model: nn.Module, batch: Batch, blocks: Sequence[nn.Module], swapped: bool, decoder: bool) -> Seen | None:
-    """What the blocks see of ids in `batch`, or None where it has none to change.
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """A stack that is probed: its blocks, and whether its stream is (T, rows, width)."""
 
-    swapped: their stream is (T, rows, width). decoder: the ids they read are decoder_input_ids.
-    """
+    blocks: Sequence[nn.Module]
+    swapped: bool = False
+
+
+@torch.no_grad()
+def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bool) -> list[Seen]:
+    """What every stack sees of the ids in `batch`, of decoder_input_ids for a decoder's; of other inputs, of rows."""
     ids = _ids(batch, decoder)
     if ids is None:
-        return _rows_probed(model, batch, blocks, swapped)
-    if ids.shape[1] < 4 or padding(batch) is not None:
-        return None
-    first = ids[0]
-    if bool((first == first[0]).all()):
-        return None
-    plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), first.flip(0)])
-    changed = plain.clone()
-    changed[0, -1] = first[0] if first[0] != first[-1] else next(token for token in first if token != first[-1])
-    before = _states(model, _with_ids(batch, plain, decoder), blocks, swapped)
-    after = _states(model, _with_ids(batch, changed, decoder), blocks, swapped)
-    if before is None or after is None or not all(bool(torch.isfinite(x).all()) for x in (*before, *after)):
-        return None
-    if _differ(before, _states(model, _with_ids(batch, plain, decoder), blocks, swapped) or []):
-        return None  # it does not give the same twice, so a change says nothing
-    return Seen(_leaks(model, before, after, plain, decoder), _ordered(before[-1], before, after))
+        name, values = next(
+            ((n, v) for n, v in _parts(batch).items() if isinstance(v, Tensor) and v.is_floating_point()), ("", None)
+        )
+        if values is None or values.dim() < 3 or len(values) < 2:
+            return [Seen({})] * len(stacks)
+        plain = torch.stack([values[0], values[1], values[0]])
+        changed = torch.stack([values[0].flip(-1), values[1], values[0]])
+    else:
+        name, first = _DECODER if decoder else "input_ids", ids[0]
+        if ids.shape[1] < 4 or padding(batch) is not None or bool((first == first[0]).all()):
+            return [Seen({})] * len(stacks)
+        plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), first.flip(0)])
+        changed = plain.clone()
+        changed[0, -1] = next(token for token in first if token != first[-1])
+    causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
+    before, after = (_states(model, _with_rows(batch, name, x), stacks) for x in (plain, changed))
+    found = [_seen(x, y, plain, causal) if x and y else Seen({}) for x, y in zip(before, after, strict=True)]
+    if any(each.leaks or each.ordered is False for each in found):
+        again = _states(model, _with_rows(batch, name, plain), stacks)
+        if any(_differ(x, y) for x, y in zip(before, again, strict=True)):
+            return [Seen({})] * len(stacks)  # it does not give the same twice, so a change says nothing
+    return found
 
 
-def _rows_probed(model: nn.Module, batch: Batch, blocks: Sequence[nn.Module], swapped: bool) -> Seen | None:
-    """Of images and other numbers: whether rows see each other, when the first is another."""
-    name, values = next(
-        (
-            (key, value)
-            for key, value in _parts(batch).items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        ),
-        ("", None),
-    )
-    if values is None or values.dim() < 3 or len(values) < 2 or (swapped and values.dim() == 3):
-        return None
-    plain = torch.stack([values[0], values[1], values[0]])
-    changed = torch.stack([values[0].flip(-1), values[1], values[0]])
-    before, after, again = (
-        _states(model, _with_rows(batch, name, x), blocks, swapped) for x in (plain, changed, plain)
-    )
-    if before is None or after is None or again is None or _differ(before, again):
-        return None
+def _seen(before: Sequence[Tensor], after: Sequence[Tensor], plain: Tensor, causal: bool) -> Seen:
+    if not all(bool(torch.isfinite(x).all()) for x in (*before, *after)):
+        return Seen({})
     leaks: dict[str, int] = {}
-    for block, (x, y) in enumerate(zip(before, after, strict=True), start=1):
-        change = (x - y).flatten(1).norm(dim=-1)
-        if float(change[1:].max()) > _MIXED * float(change[0]) > 0:
-            leaks.setdefault("rows", block)
-    return Seen(leaks)
+    if plain.is_floating_point():
+        for block, (x, y) in enumerate(zip(before, after, strict=True), start=1):
+            change = (x - y).flatten(1).norm(dim=-1)
+            if float(change[1:].max()) > _MIXED * float(change[0]) > 0:
+                leaks.setdefault("rows", block)
+        return Seen(leaks)
+    return Seen(_leaks(before, after, plain, causal), _ordered(before[-1], before, after))
 
 
 def _parts(batch: Batch) -> dict[str, Any]:
@@ -91,26 +90,21 @@ def _parts(batch: Batch) -> dict[str, Any]:
 
 
 def _with_rows(batch: Batch, name: str, values: Tensor) -> Batch:
+    """The batch of three rows: these values, and of everything else but labels the first row thrice."""
     if not isinstance(batch, Mapping):
         return values if isinstance(batch, Tensor) else (values, *batch[1:])
-    return _tripled(batch, len(batch[name])) | {name: values}
-
-
-def _tripled(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Of everything in the batch but labels the first row thrice."""
-    return {
+    rows = len(batch[name])
+    same = {
         str(key): value[:1].expand(3, *value.shape[1:])
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
         else value
         for key, value in batch.items()
         if key != "labels"
     }
+    return {**same, name: values}
 
 
-def _leaks(
-    model: nn.Module, before: Sequence[Tensor], after: Sequence[Tensor], plain: Tensor, decoder: bool
-) -> dict[str, int]:
-    causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
+def _leaks(before: Sequence[Tensor], after: Sequence[Tensor], plain: Tensor, causal: bool) -> dict[str, int]:
     found: dict[str, int] = {}
     for block, (x, y) in enumerate(zip(before, after, strict=True), start=1):
         change = (x - y).norm(dim=-1)
@@ -149,25 +143,18 @@ def _ids(batch: Batch, decoder: bool) -> Tensor | None:
     return found if whole else None
 
 
-def _with_ids(batch: Batch, ids: Tensor, decoder: bool) -> Batch:
-    """The batch of three rows: these ids, and of everything else the first row thrice."""
-    if not isinstance(batch, Mapping):
-        return ids
-    name = _DECODER if decoder else "input_ids"
-    return _tripled(batch, len(batch[name])) | {name: ids}
-
-
-def _states(model: nn.Module, batch: Batch, blocks: Sequence[nn.Module], swapped: bool) -> list[Tensor] | None:
-    """What every block gives, as (3, T, width); None where they do not run once each."""
-    given: list[Tensor] = []
-    hooks = [
-        block.register_forward_hook(lambda _, __, out: given.append(rows_first(hidden(out), swapped).float()))
-        for block in blocks
-    ]
-    try:
+def _states(model: nn.Module, batch: Batch, stacks: Sequence[Watched]) -> list[list[Tensor]]:
+    """What every block gives, as (3, T, width), by stack; nothing of a stack whose blocks do not run once each."""
+    given: list[list[Tensor]] = [[] for _ in stacks]
+    with ExitStack() as hooks:
+        for stack, states in zip(stacks, given, strict=True):
+            for block in stack.blocks:
+                hooks.callback(block.register_forward_hook(_kept(states, stack.swapped)).remove)
         args, kwargs = model_inputs(model, batch)
         model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return given if len(given) == len(blocks) and all(len(x) == 3 for x in given) else None
+    whole = (len(x) == len(each.blocks) and all(len(y) == 3 for y in x) for x, each in zip(given, stacks, strict=True))
+    return [states if fits else [] for states, fits in zip(given, whole, strict=True)]
+
+
+def _kept(states: list[Tensor], swapped: bool):
+    return lambda module, args, out: states.append(rows_first(hidden(out), swapped).float())
