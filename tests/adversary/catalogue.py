@@ -235,6 +235,7 @@ HARMLESS = {
     **{("stopped/env.json", damage): "nothing reads it" for damage in ("another object", "a key less", "nulls")},
     ("stopped/env.json", "other types"): "nothing reads it",
     ("certificates.json", "a key less"): "the version that wrote it",
+    ("inspection.json", "a key less"): "the version that wrote it",
     ("results/skips-small.json", "a key less"): "the version that wrote it",
     # the folder has no hashes.json, and is said to be unverified: what is left out has its default
     ("export/config.json", "a key less"): "fields of later versions are missing in older files",
