@@ -20,6 +20,7 @@ LONGEST_FUNCTION = 100  # a story told on one page: attention's forward, the tra
 SHORT_FILES = {
     "skipless/cli/__main__.py": "python -m skipless.cli",
     "skipless/inspection/pytest_plugin.py": "needs pytest, as nothing else in src does",
+    "skipless/hf/recompute.py": "imported later than the rest of hf, for a circle in transformers",
     "skipless/nn/init.py": "initialisers, whoever calls them",
     "skipless/ops/cuda_graph.py": "graphs of decoding and of training",
     "skipless/ops/gpu/cross_entropy.py": "needs triton, as nothing outside ops/gpu does",

@@ -63,9 +63,11 @@ class SkiplessPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
         super().__init__(config)
+        from skipless.hf.recompute import RecomputedCall  # which says why not above
+
         settings = self._settings(config)
         self.model = Transformer(settings) if native is None else native
-        self.gradient_checkpointing = False
+        self.recomputed = RecomputedCall()
         for parameter in self.model.parameters():
             # the native constructor has initialised them: post_init would do so a second time
             vars(parameter)["_is_hf_initialized"] = not parameter.is_meta
@@ -147,8 +149,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
             raise ValueError("give either input_ids (batch, T) or inputs_embeds (batch, T, width), one of the two")
         cache = self._cache(past_key_values, use_cache)
         placement = Placement.of(x, attention_mask, position_ids, cache, len(self.model.blocks))
-        checkpointing = self.gradient_checkpointing and self.training
-        self.model.recompute = self._gradient_checkpointing_func if checkpointing else None
+        self.model.recompute = self._recompute if self._checkpointing else None
         states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         weights = self.config.output_attentions if output_attentions is None else output_attentions
         with _recording(self.model, bool(states), bool(weights)) as recorded:
@@ -167,12 +168,19 @@ class SkiplessPreTrainedModel(PreTrainedModel):
             tuple(recorded.attentions) if weights else None,
         )
 
+    @property
+    def _checkpointing(self) -> bool:
+        return self.recomputed.gradient_checkpointing and self.training
+
+    def _recompute(self, block: nn.Module, *arguments: Any) -> Tensor:
+        return self.recomputed(block.__call__, *arguments)  # a module among the inputs would be moved by accelerate
+
     def _cache(self, given: Cache | None, use_cache: bool | None) -> Cache | None:
         """The cache to fill: the one given, or a new one where it is wanted, by default outside training.
 
         Gradient checkpointing runs a block twice, which would fill it twice.
         """
-        if self.gradient_checkpointing and self.training:
+        if self._checkpointing:
             if given is not None:
                 raise ValueError("past_key_values with gradient checkpointing in training: use one or the other")
             return None

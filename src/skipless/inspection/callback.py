@@ -170,7 +170,8 @@ def summary(found: Inspection) -> dict[str, float]:
 def trainer_callback(**options: Any) -> Any:
     """A transformers TrainerCallback: Trainer(..., callbacks=[trainer_callback(every=100)]).
 
-    options are SignalCallback's. Metrics join the Trainer's log history under the step's number.
+    options are SignalCallback's. Metrics join the Trainer's log history under the step's number. transformers' Trainer
+    needs accelerate: pip install 'skipless[hf]'.
     """
     from transformers import TrainerCallback
 
