@@ -19,14 +19,66 @@ from skipless.files import (
     check_hashes,
     is_part,
     leads_inside,
+    mapping,
+    parse_json,
     part_of,
+    read_json,
     read_lines,
+    reading,
     remove_parts,
     write_hashes,
     write_json,
     write_whole,
     writing,
 )
+
+BAD_JSON = {
+    b"": "not JSON",
+    b"{": "not JSON",
+    b"\xff": "not JSON",
+    b"[" * 100_000: "more than 64 levels",
+    b"[" * 70 + b"]" * 70: "more than 64 levels",
+    b'{"a":' * 900 + b"1" + b"}" * 900: "more than 64 levels",
+    b'{"a": 1, "b": {"c": 1, "c": 2}}': "the key 'c' is there twice",
+    b"9" * 400: "has 400 digits",
+    b"9" * 5000: "has 5000 digits",
+}
+
+
+@pytest.mark.parametrize("text", BAD_JSON, ids=lambda text: text[:12].decode(errors="replace"))
+def test_json_beyond_its_bounds_is_refused_by_the_file_s_name(tmp_path, text):
+    (tmp_path / "a.json").write_bytes(text)
+    with pytest.raises(ValueError, match=rf"a\.json is damaged .*{BAD_JSON[text]}.*; make it again"):
+        read_json(tmp_path / "a.json", mapping, "make it again")
+
+
+def test_json_within_its_bounds_is_json(tmp_path):
+    values = {"a": [1, -(1 << 63), (1 << 63) - 1, 1e300, None, True, "x"], "b": {"c": []}}
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    assert read_json(tmp_path / "a.json", mapping) == values
+    assert parse_json("[" * 64 + "]" * 64)
+    assert isinstance(parse_json(str(10**30)), float)
+    (tmp_path / "a.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"a\.json is damaged .*a list where there should be an object"):
+        read_json(tmp_path / "a.json", mapping)
+
+
+def test_an_error_names_its_file_once_and_one_that_cannot_be_read_is_said_to_be_there(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    with pytest.raises(ValueError) as error, reading(tmp_path), reading(file, "mend it"):  # noqa: PT011
+        raise KeyError("b")
+    assert str(error.value) == f"{file} is damaged or of another version ('b' is missing); mend it"
+    with pytest.raises(FileNotFoundError, match=r"a\.json cannot be read \(No such file or directory\)"):
+        read_json(file, mapping)
+    with pytest.raises(IsADirectoryError, match=r"cannot be read \(Is a directory\)"):
+        read_json(tmp_path, mapping)
+
+    def forbidden(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+    monkeypatch.setattr("pathlib.Path.open", forbidden)
+    with pytest.raises(PermissionError, match=r"a\.json cannot be read \(Permission denied\)"):
+        read_json(file, mapping)
 
 
 def names(folder):
