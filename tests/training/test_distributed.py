@@ -212,3 +212,30 @@ def test_ctrl_c_stops_all_processes_after_the_same_step(experiment, tmp_path):
     assert last % 3 == 0
     assert complaint.count(f"stopped after step {last}; go on with --resume") == 2, complaint
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{last:06d}"]
+
+
+@pytest.mark.catalogue(1)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_survivor_of_a_killed_process_says_so_in_one_line(experiment, tmp_path, killed):
+    """Without torchrun, which would end it first."""
+    settings, run = tmp_path / "experiment.json", tmp_path / "run"
+    settings.write_text(changed(experiment, log_every=1, eval_every=0, steps=100_000).to_json())
+    words = ("train", settings, "--out", run, "--device", "cpu")
+    both = ranks(2, "from skipless.cli import main; main()", *words)
+    try:
+        while not (run / "metrics.jsonl").is_file() or len(read_metrics(run)) < 3:
+            assert both[0].poll() is both[1].poll() is None, [each.outputs() for each in both]
+            time.sleep(0.05)
+        both[killed].signal(signal.SIGKILL)
+        survivor = both[1 - killed]
+        assert survivor.wait(60) == 2
+        complaint = survivor.outputs()[1].splitlines()
+        assert not any("Traceback" in line for line in complaint)
+        said = [line for line in complaint if line.startswith("skipless: ")]
+        assert [f"process {1 - killed} lost another one of the 2 that train together" in line for line in said] == [
+            True
+        ]
+    finally:
+        for each in both:
+            if each.poll() is None:
+                each.signal(signal.SIGKILL)
