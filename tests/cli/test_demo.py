@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from skipless.cli import demo as cli_demo
 from skipless.cli import main
@@ -118,6 +119,26 @@ def test_an_interruption_resumes_to_the_same_numbers(demo, monkeypatch) -> None:
     assert err.count("trained already") == 1
     assert [losses(arm) for arm in ARMS] == [losses(arm, "whole") for arm in ARMS]
     assert "counting symbols" in out
+
+
+def test_numbers_below_the_normal_ones_are_zero_while_it_trains_and_only_then(demo, monkeypatch) -> None:
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this CPU cannot")
+    inner, seen = trainer.cross_entropy, []
+
+    def small() -> float:
+        return float(torch.full((1,), 1e-39) * 1.0)
+
+    def watched(*args, **kwargs):
+        seen.append(small())
+        return inner(*args, **kwargs)
+
+    assert small() > 0.0
+    monkeypatch.setattr(trainer, "cross_entropy", watched)
+    demo("--steps", "2")
+    assert seen == [0.0] * len(seen)
+    assert len(seen) >= 8
+    assert small() > 0.0
 
 
 def test_other_settings_are_refused_and_fresh_starts_over(demo) -> None:

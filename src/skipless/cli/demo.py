@@ -124,13 +124,19 @@ def _train(run: Run, folder: Path, device: str | None, count: str) -> Record:
     what = f"{count} {label} (skips: {skips}, norms: {norms})"
     finished = (folder / FINISHED).is_file()
     say(f"{what}: trained already" if finished else f"{what}: {run.experiment.train.steps} steps")
-    from skipless.paper.workers import RunRequest, run_one  # with torch, once there is something to train
+    import torch  # once there is something to train
 
+    from skipless.paper.workers import RunRequest, run_one
+
+    # A tenth of the collapsed network's gradients underflow, and some CPUs are very slow with numbers below 1e-38.
+    torch.set_flush_denormal(True)
     try:
         record = run_one(RunRequest(run, folder, device, quiet=False))
     except KeyboardInterrupt:
         words = f"stopped while training {label}; the same command goes on from there"
         raise KeyboardInterrupt(words) from None
+    finally:
+        torch.set_flush_denormal(False)
     assert record is not None  # its time is not limited
     if record.diverged:
         raise ValueError(f"{label} diverged at step {record.diverged_at}, at every rate it was lowered to")
