@@ -10,11 +10,11 @@ import pytest
 from tests.processes import Program
 
 PROGRAM = """
-import json, math, os, random, shutil, signal, sys, time
+import json, math, os, random, shutil, signal, sys, threading, time
 from pathlib import Path
 
 import matplotlib, torch, transformers  # once, for all children
-from safetensors import safe_open
+from tqdm import tqdm
 
 import skipless.figures.inspection, skipless.figures.training, skipless.hf
 from skipless.cli import main
@@ -29,6 +29,7 @@ from skipless.training.checkpoint import save_weights
 from skipless.training.config import DataConfig, Experiment, TrainConfig
 
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0  # its thread might hold a lock while a child is forked, which would wait for it for ever
 HOME, COMMAND, FULL = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
 chance = random.Random(time.time_ns() if FULL else 0)
@@ -145,6 +146,7 @@ try:
     main()
 except SystemExit as end:
     assert not end.code
+assert threading.active_count() == 1
 old = None
 if COMMAND != "reproduce":
     put(HOME.parent / "old", place)
