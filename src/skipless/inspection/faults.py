@@ -319,9 +319,8 @@ def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
     why = "since its parameters are like its siblings'"
     look = f"Look at {each.name}: a factor on its output, {mean**0.5:.2g} or so, {why}."
     if not (each.kept is None or each.kept > _LEFT or math.isnan(each.kept)):
-        look = (
-            f"Look for the shortcut of {each.name}, which does not carry its input on, or for {look[len('Look at ') :]}"
-        )
+        factor = f"a factor on its output, {mean**0.5:.2g} or so"
+        look = f"Look for the shortcut of {each.name}, which does not carry its input on, or for {factor}."
     return _fault(each, kind, text, look)
 
 
@@ -430,7 +429,7 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
     own = evidence.gradients[each.block - 1]
     found = [label for label in own if each.block in apart(_relative(evidence, label), 1 / _DIP, low=True)]
     weights = evidence.weights[each.block - 1] if evidence.weights else {}
-    gated = any(w.size == 0 and not w.matrix and w.group != "norm" and "bias" not in n for n, w in weights.items())
+    gated = any(weight.size == 0 and not weight.matrix and "bias" not in name for name, weight in weights.items())
     if found or gated:
         return found
     branches: dict[str, list[str]] = {}

@@ -150,6 +150,7 @@ def _found(
     evidence = Evidence(signals, sizes, [each.matrices for each in gradients], seen.leaks, cousins)
     verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
+    pictures = pictures if len({picture.shape for picture in pictures}) == 1 else []
     notes = tuple(note for note in (seen.note, _BLIND if seen.ordered is False else "") if note)
     return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, notes)
 
@@ -307,6 +308,8 @@ _SHARED = (
 def _by_location(
     stats: Sequence[ActivationStats], gradients: dict[int, np.ndarray], real: np.ndarray, unit: float | None
 ) -> dict[str, np.ndarray]:
+    if len({each.norms.shape for each in stats}) > 1:
+        return {}  # locations are merged or added on the way
     found = {"norm": np.stack([each.norms for each in stats])}
     if unit is not None and len(gradients) == len(stats):
         rows = np.stack([gradients[index] for index in range(len(stats))])
