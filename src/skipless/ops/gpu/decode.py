@@ -8,6 +8,7 @@ from torch import Tensor, library
 from skipless.ops.bias import KernelBias
 from skipless.ops.gpu import attention
 from skipless.ops.gpu.launch import KernelInputs, by_token, strides_of
+from skipless.ops.gpu.rows import head_of, load_rows, locate
 from skipless.ops.layout import KernelLayout
 
 
@@ -20,7 +21,7 @@ def query_rows(bias, queries, head, batch, length, past, count, GROUPS: tl.const
     one = head * GROUPS + tl.minimum(member, GROUPS - 1)
     slope = tl.load(bias.slope + one * SLOPES).to(tl.float32) * attention.LOG2E
     gain = tl.zeros_like(slope) + attention.gain_of(bias, one, GAINS)
-    i, document = attention.locate(queries, batch, index, length, past, LAYOUT)
+    i, document = locate(queries, batch, index, length, past, LAYOUT)
     row, diagonal = attention.entries(bias.row, i, count), attention.entries(bias.diagonal, i, count)
     own = (i[:, None], document[:, None], row[:, None], diagonal[:, None])
     return one, index, (slope[:, None], gain[:, None]), own
@@ -74,13 +75,13 @@ def share(
     features, r = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROWS)
     at = q + batch.to(tl.int64) * strides[0][0] + one[:, None] * strides[0][1] + index[:, None] * strides[0][2]
     queries = tl.load(at + features, mask=r[:, None] < GROUPS * q_length, other=0.0)
-    k, v = attention.head_of(k, strides[1], batch, head), attention.head_of(v, strides[2], batch, head)
+    k, v = head_of(k, strides[1], batch, head), head_of(v, strides[2], batch, head)
     acc, total = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     for start in tl.range(number * each, tl.minimum((number + 1) * each, k_length), BLOCK_N):
-        keys = attention.load_rows(k, strides[1][2], start, k_length, BLOCK_N, WIDTH)
-        values = attention.load_rows(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
-        locations = attention.locate(layout.keys, batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
+        keys = load_rows(k, strides[1][2], start, k_length, BLOCK_N, WIDTH)
+        values = load_rows(v, strides[2][2], start, k_length, BLOCK_N, WIDTH)
+        locations = locate(layout.keys, batch, start + tl.arange(0, BLOCK_N), k_length, 0, LAYOUT)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
         weights, shrink, top = weigh(scores, own, locations, bias.column, factors, top, count, CAUSAL, ROW, LAYOUT)
         total = total * shrink + tl.sum(weights, 1)
