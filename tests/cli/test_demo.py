@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -150,6 +151,14 @@ def test_other_settings_are_refused_and_fresh_starts_over(demo) -> None:
     assert losses("e-spa") == before
     demo("--steps", "4", "--seed", "1", "--fresh")
     assert len(losses("e-spa")) == 4
+
+
+def test_a_finished_demo_of_three_networks_is_known_as_one(demo) -> None:
+    """Earlier versions had no more."""
+    demo("--steps", "2")
+    shutil.rmtree("skipless-demo/runs/mirrored")
+    _, err = demo("--steps", "2")
+    assert err.count("trained already") == 3
 
 
 def test_bad_requests_end_in_one_line(demo) -> None:
