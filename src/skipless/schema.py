@@ -50,8 +50,8 @@ def check_own(instance: Any, prefix: str = "") -> None:
     """For __post_init__: refuse a field that is not of its type; NumPy's numbers become Python's, and lists tuples."""
     for name, hint in _hints(type(instance)).items():
         value = getattr(instance, name)
-        if value is None and getattr(type(instance), name, ...) is None:
-            continue  # its default, to be filled in
+        if type(value) is hint or (value is None and getattr(type(instance), name, ...) is None):
+            continue  # as most are, or its default, to be filled in
         checked = check(value, hint, prefix + name)
         if checked is not value:
             object.__setattr__(instance, name, checked)
@@ -69,6 +69,8 @@ def check(value: Any, hint: Any, name: str) -> Any:
 
     ValueError names the value and what it must be. A field of several types is left to its own class.
     """
+    if type(value) is hint:
+        return value  # most are
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         kinds = [kind for kind in args if kind is not type(None)]

@@ -176,7 +176,7 @@ def test_the_defaults_are_the_papers():
         ({"betas": (0.9,)}, "two decays"),
         ({"momentum": 1.0}, "momentum is 1.0"),
         ({"newton_schulz_steps": 0}, "at least 1"),
-        ({"precondition_every": 2.5}, "at least 1"),
+        ({"precondition_every": 2.5}, "whole number"),
         ({"clip": 0.0}, "None for no clipping"),
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
     ],

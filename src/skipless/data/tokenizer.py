@@ -302,8 +302,8 @@ def train_tokenizer(lines: Iterator[bytes], vocab_size: int, progress: Progress 
     complaint: list[str] = []
     listener = threading.Thread(target=_listen, args=(child.stderr, complaint, vocab_size, progress), daemon=True)
     with child:
-        listener.start()
         try:
+            listener.start()
             count = _feed(child.stdin, lines)
             with suppress(BrokenPipeError):
                 child.stdin.close()
@@ -314,7 +314,8 @@ def train_tokenizer(lines: Iterator[bytes], vocab_size: int, progress: Progress 
                 child.stdin.close()
             raise
         finally:
-            listener.join()
+            if listener.is_alive():
+                listener.join()
             if progress is not None:
                 progress.stop()
     if child.returncode:

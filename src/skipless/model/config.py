@@ -252,7 +252,7 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
 def _scheme_from(data: dict[str, Any]) -> Scheme:
     fields = dict(data)
     kind = fields.pop("kind", None)
-    if kind not in SCHEMES:
+    if not isinstance(kind, str) or kind not in SCHEMES:
         raise ValueError(f"scheme kind is {kind!r}; it must be one of {', '.join(SCHEMES)}")
     return build(SCHEMES[kind], fields, SCHEMES[kind].__name__, "scheme.")
 

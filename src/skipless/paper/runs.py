@@ -126,13 +126,19 @@ def run_key(experiment: Experiment, text: Text, measure: Measure = "") -> str:
     """
     train = {name: getattr(experiment.train, name) for name in _SCHEDULE}
     essentials = {
-        "model": _changed(experiment.model, experiment.model.to_dict()),
-        "optimizer": _changed(experiment.optimizer, experiment.optimizer.to_dict()),
-        "train": train,
+        "model": _essentials_of(experiment.model),
+        "optimizer": _rounded(_changed(experiment.optimizer, experiment.optimizer.to_dict())),
+        "train": _rounded(train),
         "text": text.fingerprint,
         "measure": measure,
     }
-    return hashlib.sha256(json.dumps(_rounded(essentials), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(essentials, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=256)
+def _essentials_of(model: ModelConfig) -> dict[str, Any]:
+    """Of a network, whose many runs share it."""
+    return _rounded(_changed(model, model.to_dict()))
 
 
 def _changed(config: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -370,7 +376,8 @@ def _of_table(table: PaperTable, setting: Setting, records: Mapping[str, Record]
     known = outcomes(table, setting, records, arms)
     for outcome in known.values():
         yield from outcome.missing
-    rivals = outcomes(table, setting, records, ("all",)) if table.step_ladder else known  # also those not chosen
+    # also those that were not named
+    rivals = outcomes(table, setting, records, ("all",)) if table.step_ladder and arms else known
     for outcome in known.values():
         if outcome.best is not None:
             yield from _final_runs(table, setting, outcome, _targets(table, outcome, rivals))
