@@ -1,3 +1,6 @@
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -12,6 +15,7 @@ from skipless.data.tokenizer import (
     load_tokenizer,
     sample_lines,
     token_dtype,
+    train_tokenizer,
 )
 
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -114,3 +118,25 @@ def test_training_shows_how_far_it_is(sources):
     totals = [total for _, total in seen]
     assert max(totals) - min(totals) <= 4, "what is left is known from the start"
     assert seen[-1][0] <= seen[-1][1] <= seen[-1][0] + 4
+
+
+def test_ctrl_c_while_the_listener_starts_is_quiet(monkeypatch):
+    """The thread that hears the trainer outlives its pipe when Ctrl-C comes before it is known to be alive."""
+    complaints: list[object] = []
+    begin = threading.Thread.start
+
+    def start(thread):
+        def interrupted(timeout=None):
+            raise KeyboardInterrupt
+
+        thread._started.wait = interrupted
+        begin(thread)
+
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(KeyboardInterrupt):
+                train_tokenizer(iter([b"to be or not to be"] * 100), 300)
+        time.sleep(0.1)
+    assert not complaints

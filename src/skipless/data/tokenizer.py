@@ -329,7 +329,7 @@ def _listen(stderr: IO[bytes], complaint: list[str], vocab_size: int, progress: 
     Its first lines say what it reads, its last ones the error.
     """
     rounds = total = 0
-    for line in stderr:
+    for line in _until_closed(stderr):
         words = line.decode("utf-8", "replace").rstrip()
         if found := _ROUND.search(words):
             rounds += 1
@@ -341,6 +341,12 @@ def _listen(stderr: IO[bytes], complaint: list[str], vocab_size: int, progress: 
                 progress.show(done=rounds, total=total)
         elif found := _COMPLAINT.match(words):
             complaint.append(found[1])
+
+
+def _until_closed(stream: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a pipe, which Ctrl-C may close while another thread still reads it."""
+    with suppress(ValueError):
+        yield from stream
 
 
 def _feed(stdin, lines: Iterator[bytes]) -> int:
