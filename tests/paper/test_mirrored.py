@@ -184,6 +184,7 @@ def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> Non
         "mirrored-factors": 5 * 3,
         "mirrored": 16 * (3 + 2) + 10 * 2 + 6 * 1 + 15 + 16,  # tuning, seeds, one more length each, paces
         "mirrored-longer": 4 * (3 + 2 + 2 + 1),
+        "mirrored-long": 4 * (3 + 1),
         "mirrored-depth": 2 * (3 + 2 + 1) + 9 * 2,
         "mirrored-others": 2 * (3 + 2 + 2) + 3 * (3 + 2 + 1),
     }
@@ -196,6 +197,22 @@ def test_the_law_over_depth() -> None:
     assert experiments.by_depth(1e-2, 72, at=18) == 2.5e-3
     assert experiments.by_depth(1e-2, 216, power=0.0) == 1e-2
     assert experiments.by_depth(1e-2, 144, power=1.5) == 1.25e-3
+
+
+def test_long_runs_have_rates_by_the_law_over_steps(text: Text, fake) -> None:
+    """Tuned over 2,000 steps; eight times as many have half the rate and half the embedding's."""
+    table, medium = TABLES["mirrored-long"], Setting.of(SCALES["medium"], text)
+    assert [experiments.by_steps(2e-3, multiple, 1 / 3) for multiple in (1, 3, 8)] == [2e-3, 1.39e-3, 1e-3]
+    assert experiments.by_steps(2e-3, 8.0, 0.0) == 2e-3
+    records = run_all([table], medium, fake, bowl(2e-3, 1e-2))
+    for arm in table.arms:
+        runs = outcome_of(table, arm, medium, records).runs
+        assert {multiple: (run[0].rate, run[0].embedding_rate) for multiple, run in runs.items()} == {
+            1.0: (2e-3, 1e-2),
+            8.0: (1e-3, 5e-3),
+        }
+    assert "| 16000 |" in (page := markdown(gather(table, medium, records)))
+    assert "| 0.001, embedding 0.005 |" in page
 
 
 def test_deep_arms_take_their_rates_from_the_shallow_ones(setting: Setting, fake) -> None:

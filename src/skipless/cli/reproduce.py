@@ -343,7 +343,7 @@ def _print_verdict(console: Console, mark: str, claim: str, detail: str) -> None
 # A stand-in where nothing has been run: sizes and costs need no more of a text than how many tokens it knows.
 _TEXT = Text("no text yet", 32_000, 0.008, 7.5, 0, "")
 _BYTES = Text("no text yet", 256, 0.05, 3.2, 0, "")
-_MACHINES = {"tiny": CPU, "small": H200, "paper": H200}
+_MACHINES = {"tiny": CPU, "small": H200, "medium": H200, "paper": H200}
 
 
 def show(out: Path) -> None:

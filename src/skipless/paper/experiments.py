@@ -103,7 +103,8 @@ class Arm:
     tuned at 1. precision and seeds (at the best rate): None is the scale's own. core: whether it is run at every scale;
     other arms are run at the paper's, and with --arms. gain_rate: of the gains of SkipInit and Value-SkipInit; None is
     the optimiser's own. rate: its only rate, if it is not tuned here. follows: another arm of its table, whose best
-    rates it takes instead of tuning its own; the rate by the law over depth with this power (by_depth).
+    rates it takes instead of tuning its own; the rate by the law over depth with this power (by_depth). steps_power: of
+    the law over steps (by_steps), by which all rates of its longer runs fall; 0 leaves them as they were tuned.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Arm:
     rate: float | None = None
     follows: str = ""
     depth_power: float = DEPTH_POWER
+    steps_power: float = 0.0
 
     @property
     def corpus(self) -> str:
@@ -272,6 +274,17 @@ SCALES = {
         Scale(
             "small", 1500, 256, 64, 256, 32, longest=5.0, training={**_ON_A_GPU, "ema": 0.01, "eval_tokens": 131_072}
         ),
+        Scale(
+            "medium",
+            2000,
+            512,
+            64,
+            512,
+            16,
+            seeds=1,
+            longest=8.0,
+            training={**_ON_A_GPU, "log_every": 50, "ema": 0.01, "eval_tokens": 262_144},
+        ),
         Scale("paper", rates=5, seeds=3),
     )
 }
@@ -401,6 +414,11 @@ def expected(model: ModelConfig, optimizer: str) -> float:
 def by_depth(rate: float, depth: int, at: int = 36, power: float = DEPTH_POWER) -> float:
     """The rate of a network of `depth` blocks from the best one of `at` blocks, to three digits: ∝ depth^−power."""
     return float(f"{rate * (at / depth) ** power:.3g}")
+
+
+def by_steps(rate: float, multiple: float, power: float) -> float:
+    """The rate of a run of `multiple` times the steps at which `rate` is best, to three digits: ∝ steps^−power."""
+    return float(f"{rate * multiple**-power:.3g}") if power else rate
 
 
 def grid(middle: float, count: int) -> tuple[float, ...]:

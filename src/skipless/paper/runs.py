@@ -244,13 +244,19 @@ def outcome_of(table: PaperTable, arm: Arm, setting: Setting, records: Mapping[s
 def best_run(
     table: PaperTable, outcome: Outcome, setting: Setting, seed: int = 0, multiple: float = 1.0, measure: Measure = ""
 ) -> Run:
-    """A run of the arm at its best rates."""
-    if outcome.best is None:
-        raise ValueError(
-            f"{outcome.arm.name} of {table.name} has no best rate yet: its sweep is incomplete or diverged"
-        )
-    rate, embedding = outcome.best, outcome.best_embedding
+    """A run of the arm at its best rates, which a longer one lowers by the law over steps."""
+    rate, embedding = rates_at(outcome, multiple)
     return make_run(table, outcome.arm, setting, rate, seed, multiple, measure, embedding)
+
+
+def rates_at(outcome: Outcome, multiple: float) -> tuple[float, float | None]:
+    """The best rate and the embedding's, for a run of `multiple` times the usual steps."""
+    best, power = outcome.best, outcome.arm.steps_power
+    if best is None:
+        raise ValueError(f"{outcome.arm.name} has no best rate yet: its sweep is incomplete or diverged")
+    embedding = outcome.best_embedding
+    lowered = None if embedding is None else experiments.by_steps(embedding, multiple, power)
+    return experiments.by_steps(best, multiple, power), lowered
 
 
 def step_multiples(table: PaperTable, arm: Arm, setting: Setting) -> tuple[float, ...]:

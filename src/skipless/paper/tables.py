@@ -13,7 +13,7 @@ from skipless.files import read_json
 from skipless.paper.claims import Results, Verdict
 from skipless.paper.experiments import MOST_BEYOND, SCALES, PaperTable, Setting, Text
 from skipless.paper.records import Record, ResultsFolder
-from skipless.paper.runs import Outcome, Ratio, Sample, missing, outcome_of, rival_of, steps_ratio
+from skipless.paper.runs import Outcome, Ratio, Sample, missing, outcome_of, rates_at, rival_of, steps_ratio
 
 # Every table, in the paper's order and then those beyond it, and the file that states it.
 _FILES = {
@@ -42,6 +42,7 @@ _FILES = {
     "mirrored-factors": "mirrored",
     "mirrored": "mirrored",
     "mirrored-longer": "mirrored",
+    "mirrored-long": "mirrored",
     "mirrored-depth": "mirrored",
     "mirrored-others": "mirrored",
 }
@@ -274,17 +275,18 @@ def _cells(outcome: Outcome, multiple: float) -> tuple[str, ...]:
     chosen = best_record(outcome, multiple) or runs[0]
     seeds = len(outcome.runs.get(multiple, {})) or 1
     log = f"{chosen.item}-{chosen.scale} {chosen.key[:8]}"
-    return (f"{chosen.steps}", f"{seconds:.0f} s", f"{seeds}", _best_text(outcome), log)
+    return (f"{chosen.steps}", f"{seconds:.0f} s", f"{seeds}", _best_text(outcome, multiple), log)
 
 
-def _best_text(outcome: Outcome) -> str:
-    """The best rate, and the embedding's where it is not the scale's own."""
+def _best_text(outcome: Outcome, multiple: float) -> str:
+    """The best rate, and the embedding's where it is not the scale's own, as runs of this length have them."""
     if outcome.best is None:
         return "–"
-    rate = f"{outcome.best:g}" + " (at the edge)" * outcome.edge
-    if outcome.best_embedding is None:
+    best, embedding = rates_at(outcome, multiple)
+    rate = f"{best:g}" + " (at the edge)" * outcome.edge
+    if embedding is None:
         return rate
-    return f"{rate}, embedding {outcome.best_embedding:g}" + " (at the edge)" * outcome.embedding_edge
+    return f"{rate}, embedding {embedding:g}" + " (at the edge)" * outcome.embedding_edge
 
 
 def _wall_clock(ratio: Ratio | None, outcome: Outcome, baseline: Outcome) -> Ratio | None:
