@@ -17,7 +17,10 @@ from skipless.training.distributed import World
 from skipless.training.optim.build import build_optimizer, use_tensor_rates
 from skipless.training.trainer import TrainStep
 
-OURS = ("e-spa", "u-spa", "v-skipinit", "pre-ln")
+_MIRRORED = {"mlp_init": "mirrored", "activation": "gelu"}
+_IDENTITY = {**_MIRRORED, "value_output": "identity"}
+MIRRORED = {"mirrored": _MIRRORED, "identity": _IDENTITY, "gain": {**_IDENTITY, "bias_gain": True}}
+OURS = ("e-spa", "u-spa", "v-skipinit", "pre-ln", *MIRRORED)
 THEIRS = ("llama", "gpt-neox", "llama-masked", "gpt-neox-masked")
 VOCABULARY, RATE = 32_000, 1e-5
 
@@ -102,7 +105,9 @@ def network(arm: str, shape: Shape, run: Run) -> nn.Module:
     if arm in THEIRS:
         return HuggingFace(_hugging_face(arm, shape, run.device))
     fields = {"width": shape.width, "depth": shape.depth, "length": shape.length, "heads": shape.heads}
-    config = preset(f"wikitext103/{arm}", vocab_size=shape.vocabulary, init="gaussian", **fields)
+    fields |= MIRRORED.get(arm, {})
+    name = "e-spa" if arm in MIRRORED else arm
+    config = preset(f"wikitext103/{name}", vocab_size=shape.vocabulary, init="gaussian", **fields)
     with run.device:
         return Transformer(config, impl=run.impl)
 
