@@ -27,7 +27,14 @@ if TYPE_CHECKING:  # what type checkers and editors read; the table below is wha
     from skipless.theory.certificate import Certificate, certify
     from skipless.theory.kernels import repeat_rate
     from skipless.theory.propagation import Skip
-    from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
+    from skipless.theory.schemes import (
+        ExponentialSPA,
+        Scheme,
+        StandardAttention,
+        UniformSPA,
+        ValueSkipInit,
+        register_scheme,
+    )
     from skipless.theory.shapes import AttentionShape
     from skipless.theory.shaping import dks, tat
     from skipless.training.load import load
@@ -46,7 +53,14 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "theory.certificate": ["Certificate", "certify"],
         "theory.kernels": ["repeat_rate"],
         "theory.propagation": ["Skip"],
-        "theory.schemes": ["ExponentialSPA", "StandardAttention", "UniformSPA", "ValueSkipInit"],
+        "theory.schemes": [
+            "ExponentialSPA",
+            "Scheme",
+            "StandardAttention",
+            "UniformSPA",
+            "ValueSkipInit",
+            "register_scheme",
+        ],
         "theory.shapes": ["AttentionShape"],
         "theory.shaping": ["dks", "tat"],
         "ops": [],

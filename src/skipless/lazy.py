@@ -1,11 +1,18 @@
-"""Names that are imported when they are first used, so that `import skipless` and `skipless --help` stay quick."""
+"""Code that is imported when it is first used, so that `import skipless` and `skipless --help` stay quick; and others'
+code, which is imported when they name it.
+"""
 
+import functools
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
+
+EXTENSIONS = "skipless.extensions"  # the group of entry points
 
 
 def exports(
@@ -70,3 +77,46 @@ class _Watch:
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def import_code(name: str) -> None:
+    """Import a file FILE.py, or a module, that the user names: it registers schemes and activations of their own.
+
+    ValueError in one sentence where that fails. Only what somebody types may come here, never what a file says.
+    """
+    path = Path(name)
+    if path.suffix != ".py":
+        _run(name, lambda: import_module(name))
+        return
+    if not path.is_file():
+        raise ValueError(f"--import {name}: there is no such file (working folder {Path.cwd()})")
+    known = sys.modules.get(path.stem)
+    if known is not None:
+        if Path(getattr(known, "__file__", None) or "").resolve() == path.resolve():
+            return
+        raise ValueError(f"--import {name}: a module named {path.stem!r} is there already: give the file another name")
+    spec = spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--import {name} is no Python file")
+    module = sys.modules[path.stem] = module_from_spec(spec)  # as dataclasses expect it
+    try:
+        _run(name, functools.partial(spec.loader.exec_module, module))
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+
+
+@functools.cache
+def import_extensions() -> None:
+    """Import what installed packages offer as entry points of the group "skipless.extensions", all of it, once."""
+    for entry in metadata.entry_points(group=EXTENSIONS):
+        _run(f"{entry.value} (entry point {entry.name!r})", entry.load)
+
+
+def _run(name: str, load: Callable[[], Any]) -> None:
+    try:
+        load()
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if isinstance(error, SyntaxError) else f", line {last.lineno} of {Path(last.filename).name}"
+        raise ValueError(f"--import {name}: {type(error).__name__}: {error}{where}") from error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import numbers
 import types
 import typing
@@ -84,6 +85,8 @@ def check(value: Any, hint: Any, name: str) -> Any:
         if isinstance(value, hint):
             return value
         made = getattr(hint, "from_dict", None)
+        if made is not None and inspect.isabstract(hint):  # which says by itself what the data are fields of
+            return made(value)
         fields = check_fields(hint, value, name, f"{name}.")
         return made(fields) if made is not None else hint(**fields)
     if origin is tuple and isinstance(value, list | tuple):
@@ -104,6 +107,23 @@ def check(value: Any, hint: Any, name: str) -> Any:
     if isinstance(value, bool) is not (kind is bool) or not isinstance(value, int | float if kind is float else kind):
         raise ValueError(f"{name} is {shortened(value)}; it must be {KINDS[kind]}")
     return value
+
+
+def check_plain(kind: Any) -> None:
+    """Refuse a dataclass with a field that JSON cannot give back as it was."""
+    for name, hint in _hints(kind).items():
+        if not _is_plain(hint):
+            raise ValueError(
+                f"{kind.__name__}.{name} is declared as {hint!r}, which JSON does not hold; use bool, int, float, str, "
+                "a Literal of them, tuple[float, ...], or one of these or None"
+            )
+
+
+def _is_plain(hint: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal or hint in (bool, int, float, str, type(None), Ellipsis) or dataclasses.is_dataclass(hint):
+        return True
+    return origin in (tuple, typing.Union, types.UnionType) and all(map(_is_plain, args))
 
 
 def check_choice(value: Any, allowed: tuple, name: str) -> Any:

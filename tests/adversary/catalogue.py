@@ -91,6 +91,8 @@ VALUES: list[list[str]] = [
         figure=("x.jpg",),
         json=(".", "text.txt/x.json"),
         rho_final=("0.5",),
+        set=("x", "nosuch=1", "gamma_final=x", "gamma_final=0", "="),
+        **{"import": ("nosuch.py", "nosuch_module", "text.txt", "")},
     ),
     *spread("kernels u-spa --no-figure --length 6", rho_final=(*NOT_FINITE, "1"), gamma_final=("0.1",)),
     *(["kernels", name] for name in ("nosuch", "", "wikitext103/nosuch", "e-spa/", "fig8")),

@@ -172,7 +172,10 @@ def test_mirrored_mlps_refuse_an_activation_whose_odd_part_is_curved(activation)
         (lambda: ModelConfig(width=24, heads=8), "head width 3 is odd"),
         (lambda: ModelConfig(norm="layer"), "norm is 'layer'; it must be one of 'none', 'pre', 'post'"),
         (lambda: ModelConfig(attention_skip=Skip(1.0, 1.0)), r"SPA needs a normalised skip.*Skip.normalised"),
-        (lambda: ModelConfig(scheme=StandardAttention(4)), "alibi_heads=4 differs from heads=8"),
+        (
+            lambda: ModelConfig(scheme=StandardAttention(4)),
+            r"\(alibi_heads=4\) is for 4 heads, and heads=8; use heads=4",
+        ),
         (lambda: ModelConfig(causal=False), "sees the token it would predict"),
         (lambda: ModelConfig(head="pooled", causal=False), "needs classes ≥ 1"),
         (lambda: ModelConfig(activation="dsk-gelu"), "must be 'dks' or 'tat'"),

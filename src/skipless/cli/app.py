@@ -1,7 +1,10 @@
 """The table of commands, and one-line errors instead of tracebacks for what a user can put right."""
 
+import functools
+import inspect
 import re
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -10,6 +13,7 @@ from typer.core import TyperGroup
 
 from skipless import __version__
 from skipless.console import report_interrupt, say
+from skipless.lazy import import_code
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 _RESUMES = "stopped; the same command goes on from there"
@@ -24,6 +28,7 @@ class Command(NamedTuple):
     module: str
     help: str
     stopped: str | None = None
+    imports: bool = True  # whether it takes --import: it opens networks, which may be of the user's own kind
 
 
 COMMANDS = {
@@ -31,6 +36,7 @@ COMMANDS = {
         "demo",
         "Train 36 blocks without skips or norms on Python's standard library, beside Pre-LN and standard attention.",
         _RESUMES,
+        imports=False,
     ),
     "kernels": Command(
         "kernels", "Follow a signal through a deep network at initialisation: where it survives, and where it dies."
@@ -45,6 +51,7 @@ COMMANDS = {
         "prepare",
         "Turn text into token shards: train a tokenizer, tokenise with all cores, write a manifest.",
         _RESUMES,
+        imports=False,
     ),
     "train": Command("train", "Train a network. Kill it at any moment and repeat the command with --resume.", _RESUMES),
     "export": Command(
@@ -59,6 +66,7 @@ COMMANDS = {
         "reproduce",
         "Reproduce tables and figures of the paper. Stop it at any time: the same command goes on.",
         _RESUMES,
+        imports=False,
     ),
 }
 
@@ -75,9 +83,31 @@ class LazyGroup(TyperGroup):
 def _load(name: str) -> Any:
     listed = COMMANDS[name]
     alone = typer.Typer(add_completion=False)
-    function = import_module(f"skipless.cli.{listed.module}").command
-    alone.command(name)(report_interrupt(function, listed.stopped))
+    function = report_interrupt(import_module(f"skipless.cli.{listed.module}").command, listed.stopped)
+    alone.command(name)(_with_imports(function) if listed.imports else function)
     return typer.main.get_command(alone)
+
+
+def _import_all(names: list[str] | None) -> None:
+    for name in names or []:
+        import_code(name)
+
+
+def _with_imports(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with an option --import, read before all others, so that what it makes known serves them."""
+    words = "Code of your own to import first: FILE.py or a module. It may register schemes and activations."
+    option = typer.Option("--import", help=words, metavar="CODE", is_eager=True, callback=_import_all)
+
+    @functools.wraps(function)
+    def command(*args: Any, import_: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    hint = Annotated[list[str] | None, option]
+    parameter = inspect.Parameter("import_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+    known = inspect.signature(function)
+    command.__signature__ = known.replace(parameters=[*known.parameters.values(), parameter])  # ty: ignore
+    command.__annotations__ = {**function.__annotations__, "import_": hint}
+    return command
 
 
 app = typer.Typer(

@@ -81,6 +81,7 @@ Mirrored = Annotated[
     bool | None, _option("MLPs of mirrored pairs: at the start rotations, at any width.", _NETWORK, "--mirrored")
 ]
 CalibrationName = Annotated[Calibration | None, _option("SPA's constants: the paper's, or ours.", _NETWORK)]
+Set = Annotated[list[str] | None, _option("Any field of the scheme: --set gamma_final=0.2.", _NETWORK, "--set")]
 Length = Annotated[int | None, _option("Locations T (100).", _SIGNAL)]
 Rate = Annotated[float | None, _option("P(two locations hold the same token).", _SIGNAL)]
 InputName = Annotated[Input | None, _option("One sampled sequence (default), or the mean kernel.", _SIGNAL, "--input")]
@@ -106,6 +107,7 @@ def command(
     activation: Activation = None,
     mirrored: Mirrored = None,
     calibration: CalibrationName = None,
+    set_: Set = None,
     length: Length = None,
     repeat_rate: Rate = None,
     input_kind: InputName = None,
@@ -123,6 +125,7 @@ def command(
     skipless kernels                           seven networks, 100 blocks deep
     skipless kernels e-spa --depth 200         one scheme, attention-only
     skipless kernels wikitext103/e-spa         a model of the paper, with MLPs
+    skipless kernels mine --import my_scheme.py
     skipless kernels alibi --skip 1,1 --norm post --check
     """
     if list_names:
@@ -130,7 +133,9 @@ def command(
         return
     asked = (depth, gamma_final, rho_final, skip, mlp_skip, norm, activation, mirrored, calibration)
     check_seed(seed)
-    selection = select(name, KernelsArguments(*asked, length, repeat_rate, input_kind, seed, blocks))
+    selection = select(
+        name, KernelsArguments(*asked, length, repeat_rate, input_kind, seed, blocks, tuple(set_) if set_ else None)
+    )
     kernels_kept = sum(network.config.depth + 1 for network in selection.networks) or len(selection.signals)
     size, smaller = selection.signals[0].length, "use fewer blocks (--depth) or locations (--length)"
     check_fits(8.0 * kernels_kept * size**2, f"keeping {kernels_kept:,} kernels of {size:,} locations", smaller)

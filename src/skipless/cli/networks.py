@@ -3,25 +3,21 @@
 import dataclasses
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
-from skipless.console import near_names
+from skipless.console import near_names, nearest
 from skipless.inspection import studies
 from skipless.inspection.studies import InputSignal, Network
+from skipless.lazy import import_extensions
 from skipless.model import presets
 from skipless.model.config import ModelConfig
 from skipless.model.kernel_maps import input_norm
 from skipless.theory.feasibility import check_depth, check_length, check_repeat_rate
 from skipless.theory.propagation import Skip
-from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
+from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
+from skipless.training.config import parse, split_assignments
 
-SCHEMES: dict[str, Scheme] = {
-    "standard": StandardAttention(),
-    "alibi": StandardAttention(alibi_heads=8),
-    "v-skipinit": ValueSkipInit(),
-    "u-spa": UniformSPA(),
-    "e-spa": ExponentialSPA(),
-}
+_OTHER_NAMES: dict[str, Scheme] = {"alibi": StandardAttention(alibi_heads=8), "v-skipinit": ValueSkipInit()}
 LABELS = {
     "standard": "Standard",
     "alibi": "Standard",
@@ -57,6 +53,7 @@ class KernelsArguments:
     input_kind: str | None = None
     seed: int | None = None
     blocks: str | None = None
+    assignments: tuple[str, ...] | None = None
 
     def given(self, *names: str) -> dict[str, Any]:
         """Those of the named options that were given."""
@@ -84,8 +81,8 @@ def select(name: str, options: KernelsArguments) -> Selection:
         check_depth(options.depth)
     if name in FIGURES:
         return _figure(name, options)
-    if name in SCHEMES:
-        scheme, rate = SCHEMES[name], studies.SIGNAL.repeat_rate
+    if name in schemes():
+        scheme, rate = _of_kind(name, options.assignments), studies.SIGNAL.repeat_rate
     elif "/" in name:
         scheme = presets.preset(name).scheme
         rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
@@ -97,9 +94,23 @@ def select(name: str, options: KernelsArguments) -> Selection:
     return Selection(name, (signal,), (network,), _blocks(options.blocks, network.config.depth))
 
 
+def schemes() -> list[str]:
+    """The names of schemes: the paper's, and those that imported code has registered."""
+    import_extensions()
+    own = [kind for kind in SCHEMES if kind not in ("standard", "value-skipinit")]
+    return ["standard", *_OTHER_NAMES, *own]
+
+
+def _of_kind(name: str, assignments: tuple[str, ...] | None) -> Scheme:
+    """The scheme of a name with its defaults; a field without one has to be among the assignments."""
+    if name in _OTHER_NAMES:
+        return _OTHER_NAMES[name]
+    return Scheme.from_dict({"kind": name, **_assigned(SCHEMES[name], assignments)})
+
+
 def name_list() -> str:
     """Every name, by kind."""
-    kinds = {"figures": FIGURES, "schemes": SCHEMES, "presets": presets.names()}
+    kinds = {"figures": FIGURES, "schemes": schemes(), "presets": presets.names()}
     return "\n".join(f"{kind}:\n" + "\n".join(f"  {name}" for name in names) for kind, names in kinds.items())
 
 
@@ -145,16 +156,16 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, options: Kern
     for field, text in (("attention_skip", options.skip), ("mlp_skip", options.mlp_skip)):
         if text is not None:
             changes[field] = _skip(text, "--mlp-skip" if field == "mlp_skip" else "--skip")
-    if options.skip is not None and "," in options.skip and isinstance(scheme, ExponentialSPA | UniformSPA):
+    if options.skip is not None and "," in options.skip and scheme.preserves_signal:
         raise ValueError(f"--skip is {options.skip}; with SPA attention give one weight α, which makes β = √(1−α²)")
-    if options.activation == "none" or (name in SCHEMES and options.activation is None and not options.mirrored):
+    if options.activation == "none" or (name in schemes() and options.activation is None and not options.mirrored):
         _refuse_mlp_options(options)
         changes["hidden"] = 0
     elif options.activation is not None:
         changes["activation"] = options.activation
     if options.mirrored:
         changes = {"mlp_init": "mirrored", "activation": None} | changes
-    if name not in SCHEMES:
+    if name not in schemes():
         return presets.preset(name, **changes)
     bare: dict[str, Any] = {"depth": studies.DEPTH, "position": "none", "activation": "identity"}
     return ModelConfig(**(bare | changes))
@@ -171,7 +182,7 @@ def _refuse_mlp_options(options: KernelsArguments) -> None:
 
 def _scheme(name: str, scheme: Scheme, signal: InputSignal, options: KernelsArguments) -> Scheme:
     """The scheme with its options and the input's repeat rate; an option of another scheme is refused."""
-    changes = options.given("gamma_final", "rho_final")
+    changes = options.given("gamma_final", "rho_final") | _assigned(type(scheme), options.assignments)
     if options.calibration is not None:
         changes["calibration"] = str(options.calibration)
     known = {field.name for field in fields(scheme)}
@@ -184,6 +195,16 @@ def _scheme(name: str, scheme: Scheme, signal: InputSignal, options: KernelsArgu
     if "repeat_rate" in known:
         changes["repeat_rate"] = signal.repeat_rate
     return dataclasses.replace(scheme, **changes)
+
+
+def _assigned(kind: type[Scheme], assignments: tuple[str, ...] | None) -> dict[str, Any]:
+    """The fields of a scheme that --set gives, each of its type."""
+    hints, values = get_type_hints(kind), split_assignments(assignments or ())
+    known = [field.name for field in fields(kind)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"--set {name}: {kind.__name__} has no such field; {nearest(name, known)}")
+    return {name: parse(text, hints[name], name) for name, text in values.items()}
 
 
 def _skip(text: str, option: str) -> Skip:
@@ -218,9 +239,9 @@ def _spelled(field: str) -> str:
 
 
 def _unknown(name: str) -> ValueError:
-    near = near_names(name, [*SCHEMES, *FIGURES, *presets.names()])
+    near = near_names(name, [*schemes(), *FIGURES, *presets.names()])
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     return ValueError(
         f"there is no figure, scheme or preset {name!r}{meant} Figures: {', '.join(FIGURES)}; "
-        f"schemes: {', '.join(SCHEMES)}; presets: see `skipless kernels --list`"
+        f"schemes: {', '.join(schemes())}, and your own with --import FILE.py; presets: see `skipless kernels --list`"
     )

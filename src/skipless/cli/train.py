@@ -38,7 +38,8 @@ def command(
     sizes = {"model.depth": depth, "model.width": width}
     values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])
     experiment, given = plan(recipe, data)
-    experiment, given = experiment.with_fields(values), given.union(values)
+    by_kind = not str(values.get("model.scheme", "{")).startswith("{")  # its other fields are nobody's choice
+    experiment, given = experiment.with_fields(values), given.union(values) - ({"model.scheme"} if by_kind else set())
     if not show or experiment.data.folder is not None:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         experiment = with_data(experiment, given=given)

@@ -14,13 +14,13 @@ from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.hf.tokenizer import FastTokenizer
 from skipless.model import kernel_maps
-from skipless.model.config import SCHEMES, ModelConfig, check_names, named_activation
+from skipless.model.config import ModelConfig, check_names, named_activation
 from skipless.model.presets import REPEAT_RATE
 from skipless.model.transformer import Transformer
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.feasibility import check_skip_weight, round_up, smallest_gamma_final
 from skipless.theory.propagation import Skip
-from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, ValueSkipInit
+from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention, ValueSkipInit
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ALIBI = ("bloom", "mpt")

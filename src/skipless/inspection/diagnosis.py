@@ -194,22 +194,23 @@ def from_behind(verdict: Verdict, signals: Sequence[BlockSignal]) -> bool:
 def _against_drift(signals: Sequence[BlockSignal], structure: Structure) -> str:
     scheme = structure.config.scheme if structure.config is not None else None
     words = "Nothing is lost, and a wider network drifts less."
-    if not isinstance(scheme, ExponentialSPA | UniformSPA):
+    if scheme is None or not scheme.preserves_signal:
         return words
-    rate = max(signals[0].cosine_mean, 0.0)
-    if abs(rate - scheme.repeat_rate) > 0.02:
-        words += f" The scheme assumes repeat_rate={scheme.repeat_rate:g}; locations start with a cosine of {rate:.2g}."
-    if scheme.calibration == "paper":
+    rate, assumed = max(signals[0].cosine_mean, 0.0), getattr(scheme, "repeat_rate", 0.0)
+    if abs(rate - assumed) > 0.02:
+        words += f" The scheme assumes repeat_rate={assumed:g}; locations start with a cosine of {rate:.2g}."
+    if getattr(scheme, "calibration", None) == "paper":
         words += " calibration='exact' keeps the diagonal at 1 where the MLPs move it."
     return words
 
 
 def _against_collapse(signals: Sequence[BlockSignal], structure: Structure) -> str:
     scheme = structure.config.scheme if structure.config is not None else None
-    if isinstance(scheme, ExponentialSPA | UniformSPA):
-        name = f"γ_L = {scheme.gamma_final:g}" if isinstance(scheme, ExponentialSPA) else f"ρ_L = {scheme.rho_final:g}"
-        way = "raise it" if isinstance(scheme, ExponentialSPA) else "lower it"
-        return f"The scheme ends too close to collapse ({name}): {way}, or shape the MLPs' activation (dks-gelu)."
+    if scheme is not None and scheme.preserves_signal:
+        ways = {ExponentialSPA: "raise it", UniformSPA: "lower it"}
+        way = ways.get(type(scheme), "end with locations farther apart")
+        ends = f"The scheme ends too close to collapse ({scheme.describe()})"
+        return f"{ends}: {way}, or shape the MLPs' activation (dks-gelu)."
     rate = max(signals[0].cosine_mean, 0.0)
     spa = f"ExponentialSPA(gamma_final={_GAMMA:g}, repeat_rate={rate:.2g})"
     if not structure.shortcuts:

@@ -53,7 +53,7 @@ class Network:
     def details(self) -> list[str]:
         """What sets it apart, in words: attention, skips, norm, MLP."""
         config = self.config
-        parts = [_attention_words(config), _skip_words(config.attention_skip), _norm_words(config)]
+        parts = [config.scheme.describe(), _skip_words(config.attention_skip), _norm_words(config)]
         if config.hidden:
             parts.append(f"{_activation_words(config)} MLP")
             if config.mlp_skip != config.attention_skip:
@@ -108,17 +108,6 @@ def study(network: Network, signal: InputSignal, passed: Callable[[], None] = la
     gains = propagation.backward(blocks, states)
     certificate = judge(states, gains, normalised=network.config.norm != "none")
     return Study(network, signal, states, certificate)
-
-
-def _attention_words(config: ModelConfig) -> str:
-    scheme = config.scheme
-    if isinstance(scheme, ExponentialSPA):
-        return f"γ_L = {scheme.gamma_final:g}"
-    if isinstance(scheme, UniformSPA):
-        return f"ρ_L = {scheme.rho_final:g}"
-    if isinstance(scheme, StandardAttention):
-        return "ALiBi" if scheme.alibi_heads else "plain softmax"
-    return "identity attention"
 
 
 def _skip_words(skip: Skip) -> str:

@@ -15,21 +15,15 @@ from typing import Any, Literal
 
 from skipless.console import nearest
 from skipless.files import parse_json
-from skipless.schema import build
+from skipless.schema import build, shortened
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
-from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
+from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention
 
 logger = logging.getLogger("skipless")
 Position = Literal["rope", "relative", "none"]
 Head = Literal["lm", "token", "pooled"]
-SCHEMES: dict[str, Any] = {
-    "standard": StandardAttention,
-    "value-skipinit": ValueSkipInit,
-    "u-spa": UniformSPA,
-    "e-spa": ExponentialSPA,
-}
 
 
 @dataclass(frozen=True)
@@ -92,7 +86,7 @@ class ModelConfig:
     @property
     def preserves_signal(self) -> bool:
         """Whether attention is SPA, which needs a zero query-key product at the start."""
-        return isinstance(self.scheme, ExponentialSPA | UniformSPA)
+        return self.scheme.preserves_signal
 
     @property
     def skipless(self) -> bool:
@@ -118,9 +112,7 @@ class ModelConfig:
     @property
     def max_length(self) -> int | None:
         """How many locations attention was calibrated for, where that is a limit; None where any length is served."""
-        calibration = getattr(self.scheme, "calibration", "paper")
-        tables = calibration == "mlp-aware" and isinstance(self.scheme, ExponentialSPA)
-        return self.length if calibration == "exact" or tables else None
+        return self.length if self.scheme.bounded else None
 
     @property
     def shaped_activation(self) -> ShapedActivation:
@@ -158,8 +150,7 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data; the scheme carries its kind."""
         data = dataclasses.asdict(self)
-        kind = next(name for name, cls in SCHEMES.items() if isinstance(self.scheme, cls))
-        data["scheme"] = {"kind": kind, **data["scheme"]}
+        data["scheme"] = self.scheme.to_dict()
         return data
 
     @classmethod
@@ -168,7 +159,7 @@ class ModelConfig:
         check_names(ModelConfig, data)
         data = dict(data)
         if isinstance(data.get("scheme"), dict):
-            data["scheme"] = _scheme_from(data["scheme"])
+            data["scheme"] = Scheme.from_dict(data["scheme"])
         for name, kind in {"attention_skip": Skip, "mlp_skip": Skip, "activation": ShapedActivation}.items():
             if isinstance(data.get(name), dict):
                 data[name] = build(kind, data[name], kind.__name__, f"{name}.")
@@ -249,14 +240,6 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
     return None
 
 
-def _scheme_from(data: dict[str, Any]) -> Scheme:
-    fields = dict(data)
-    kind = fields.pop("kind", None)
-    if not isinstance(kind, str) or kind not in SCHEMES:
-        raise ValueError(f"scheme kind is {kind!r}; it must be one of {', '.join(SCHEMES)}")
-    return build(SCHEMES[kind], fields, SCHEMES[kind].__name__, "scheme.")
-
-
 def check_names(kind: Any, data: Mapping[str, Any]) -> None:
     """Refuse names that are no fields of the dataclass, with the nearest one that is."""
     if not isinstance(data, Mapping):
@@ -284,9 +267,12 @@ _CHOICES = {
 
 
 def _check_kinds(config: ModelConfig) -> None:
-    if not isinstance(config.scheme, tuple(SCHEMES.values())):
+    if not isinstance(config.scheme, Scheme):
         kinds = ", ".join(f"{kind.__name__}()" for kind in SCHEMES.values())
-        raise ValueError(f"scheme is {config.scheme!r}; it must be one of {kinds}")
+        raise ValueError(f"scheme is {config.scheme!r}; it must be one of {kinds}, or one derived from Scheme")
+    if type(config.scheme) is not SCHEMES.get(config.scheme.kind):
+        name = type(config.scheme).__name__
+        raise ValueError(f"scheme is a {name}, which no file could name: put @register_scheme('…') above its class")
     if not isinstance(config.activation, ShapedActivation | str | None):
         raise ValueError(
             f"activation is {config.activation!r}; it must be a name such as 'gelu', or a ShapedActivation"
@@ -322,9 +308,14 @@ def _check_sizes(config: ModelConfig) -> None:
         raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
     if config.position == "rope" and (config.width // config.heads) % 2:
         raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
-    alibi = getattr(config.scheme, "alibi_heads", 0)
-    if alibi and alibi != config.heads:
-        raise ValueError(f"alibi_heads={alibi} differs from heads={config.heads}; use alibi_heads={config.heads}")
+    scheme = config.scheme
+    for name, needs, has in (("heads", scheme.heads, config.heads), ("blocks", scheme.blocks, config.depth)):
+        if needs not in (None, has):
+            size = "depth" if name == "blocks" else name
+            raise ValueError(
+                f"{shortened(scheme)} is for {needs} {name}, and {size}={has}; use {size}={needs}, or a scheme for "
+                f"{has} {name}"
+            )
 
 
 def _check_choices(config: ModelConfig) -> None:

@@ -13,7 +13,6 @@ from skipless.theory import kernels
 from skipless.theory.certificate import Certificate, certify
 from skipless.theory.local_maps import variance_gain
 from skipless.theory.propagation import Attend, Chain, KernelLayer, MirroredMlp, Mlp, Skip, sub_block
-from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.theory.shapes import AttentionShape
 
 if TYPE_CHECKING:
@@ -45,16 +44,25 @@ def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:
 
 def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
     """One AttentionShape per block: the one place where depth meets the scheme."""
-    skip = config.attention_skip
-    scheme = config.scheme
-    if not isinstance(scheme, ExponentialSPA | UniformSPA):
-        return scheme.shapes(config.depth, causal=config.causal)
-    if scheme.calibration == "paper":
-        return scheme.shapes(config.depth, skip.shortcut, config.causal)
-    mlp = mlp_layer(config)
+    scheme, mlp = config.scheme, mlp_layer(config)
     through = mlp.forward if mlp is not None else None
-    options = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
-    return scheme.shapes(config.depth, skip.shortcut, config.causal, **options)
+    context = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
+    shapes = scheme.shapes(config.depth, config.attention_skip.shortcut, config.causal, **context)
+    name, seen = type(scheme).__name__, f"{len(shapes)} shapes"
+    if len(shapes) != config.depth:
+        raise ValueError(f"{name}.shapes gave {seen} for {config.depth} blocks; it must give one for each")
+    for block, shape in enumerate(shapes, start=1):
+        if not isinstance(shape, AttentionShape):
+            raise ValueError(
+                f"{name}.shapes gave a {type(shape).__name__} for block {block}; it must be an AttentionShape: "
+                f"DenseShape(matrix, causal={config.causal}) makes one of a T×T matrix"
+            )
+        if shape.causal != config.causal:
+            raise ValueError(
+                f"{name}.shapes gave block {block} a shape with causal={shape.causal}, and the network has "
+                f"causal={config.causal}; give the shape what `shapes` was given"
+            )
+    return shapes
 
 
 def mlp_layer(config: ModelConfig) -> KernelLayer | None:

@@ -15,7 +15,7 @@ from skipless.nn.attention import AttentionOptions, LayerCache, ShapedAttention
 from skipless.nn.block import MLP, Block
 from skipless.nn.position import Positions
 from skipless.ops.attention import Rotation
-from skipless.ops.bias import BiasVectors, has_vectors
+from skipless.ops.bias import BiasVectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
 from skipless.theory.shapes import AttentionShape
@@ -133,7 +133,7 @@ class Transformer(nn.Module):
         which are T×T and of one length where attention is not causal, are built when a length is named or first used.
         """
         blocks = [block for block in self.each_block() if not any(p.is_meta for p in block.parameters())]
-        compact = all(has_vectors(block.layers()[0].shape) for block in blocks)
+        compact = not any(block.layers()[0].shape.tabled for block in blocks)
         if len(blocks) == len(self.blocks) and (compact or length is not None):
             self.bias_vectors(length or self.config.length, self.embedding.weight)
 

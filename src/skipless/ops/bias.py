@@ -9,15 +9,7 @@ from torch import Tensor
 
 from skipless.ops.layout import Layout
 from skipless.theory import shapes
-from skipless.theory.shapes import (
-    AlibiShape,
-    AttentionShape,
-    DenseShape,
-    IdentityShape,
-    PlainShape,
-    RescaledShape,
-    SymmetricExponentialShape,
-)
+from skipless.theory.shapes import AlibiShape, AttentionShape, IdentityShape, PlainShape
 
 _VECTORS = ("column", "diagonal", "row_scale")
 _TENSORS = ("slope", *_VECTORS, "row", "table")
@@ -71,7 +63,7 @@ class BiasVectors:
                 "IdentityShape has no finite bias, so no softmax attends by it; Value-SkipInit realises it by gains, "
                 "αV + β·attention with α=1, β=0, where the attention inside has PlainShape"
             )
-        if not has_vectors(shape):
+        if shape.tabled:
             return cls._of_table(shape, length, device, dtype)
         compact = shape.compact(length)
         here = np.arange(length)
@@ -167,12 +159,6 @@ def span(vector: Tensor, start: int, count: int) -> Tensor:
     if start + count <= vector.shape[0]:
         return vector[start : start + count]
     return take(vector, torch.arange(start, start + count, device=vector.device))
-
-
-def has_vectors(shape: AttentionShape) -> bool:
-    """Whether O(T) vectors say all of this shape; others have a table."""
-    base = shape.base if isinstance(shape, RescaledShape) else shape
-    return not isinstance(base, DenseShape | SymmetricExponentialShape)
 
 
 def _tensor(array: np.ndarray, device, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,6 @@ from skipless.data.tokenizer import Bytes, TrainUnigram
 from skipless.files import read_json
 from skipless.model import presets
 from skipless.model.config import ModelConfig
-from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -146,14 +145,15 @@ def with_data(experiment: Experiment, root: str | Path = "data", *, given: Colle
     model, values = experiment.model, {}
     if "model.vocab_size" not in given:
         values["model.vocab_size"] = manifest.tokenizer.vocab_size
-    if rate is not None and isinstance(model.scheme, ExponentialSPA | UniformSPA):
+    assumed = getattr(model.scheme, "repeat_rate", None)
+    if rate is not None and assumed is not None:
         if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
             values["model.scheme.repeat_rate"] = round(rate, 3)
-        elif not 0.5 < max(model.scheme.repeat_rate, 1e-4) / max(rate, 1e-4) < 2.0:
+        elif not 0.5 < max(assumed, 1e-4) / max(rate, 1e-4) < 2.0:
             logger.warning(
                 "the scheme assumes repeat_rate=%g and these tokens have %.3g; norms will drift at initialisation: "
                 "--set model.scheme.repeat_rate=%.3g",
-                model.scheme.repeat_rate,
+                assumed,
                 rate,
                 rate,
             )

@@ -1,19 +1,23 @@
-"""The four ways to initialise attention: each turns (depth, skip weight) into one AttentionShape per block.
+"""The ways to initialise attention: each turns (depth, skip weight) into one AttentionShape per block.
 
 A scheme is a frozen value with only the fields that mean something for it. Nothing here knows width or heads,
-except ALiBi, whose slopes are per head.
+except ALiBi, whose slopes are per head. `register_scheme` is the door for the paper's four and for your own.
 
 Calibrations beyond the paper's, at the end, propagate a kernel once to see what the MLPs leave of it.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import scipy
 
-from skipless.schema import check_own
+from skipless import lazy
+from skipless.schema import build, check_own, check_plain
 from skipless.theory import kernels
 from skipless.theory.exponential import check_gamma_final, exponential_steps
 from skipless.theory.feasibility import check_correlation, check_depth, check_repeat_rate
@@ -34,27 +38,158 @@ from skipless.theory.uniform import UniformSchedule, uniform_steps
 
 KernelMap = Callable[[np.ndarray], np.ndarray]
 Calibration = Literal["paper", "exact", "mlp-aware"]
+SCHEMES: dict[str, type["Scheme"]] = {}
+Kind = TypeVar("Kind", bound="type[Scheme]")
 
 
 @dataclass(frozen=True)
-class StandardAttention:
+class Scheme(ABC):
+    """How attention starts in every block: the protocol of the paper's schemes and of your own.
+
+    Derive a frozen dataclass from it, give it `shapes`, and name it:
+
+        @register_scheme("mine")
+        @dataclass(frozen=True)
+        class Mine(Scheme):
+            decay: float = 0.1
+            preserves_signal = True
+
+            def shapes(self, depth, skip_weight=0.0, causal=True, *, length=None, **context): ...
+
+    Fields are plain data: numbers, text, tuples of them. In JSON the scheme is {"kind": "mine", "decay": 0.1}. A field
+    repeat_rate, where there is one, is set to that of the tokens by `skipless train`.
+
+    What a scheme says of itself, by a class attribute or a property:
+    preserves_signal: its matrices keep locations apart while QKᵀ = 0. So queries start at zero, and a skip around
+    attention must be normalised, α² + β² = 1.
+    bounded: its shapes serve no more locations than the `length` they were made for, and if not causal exactly those.
+    heads, blocks: how many of them the network must have; None where any number will do.
+    """
+
+    kind: ClassVar[str] = ""
+    preserves_signal: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_own(self)
+
+    @abstractmethod
+    def shapes(
+        self,
+        depth: int,
+        skip_weight: float = 0.0,
+        causal: bool = True,
+        *,
+        length: int | None = None,
+        mlp: KernelMap | None = None,
+        normalised: bool = False,
+    ) -> list[AttentionShape]:
+        """One shape per block, each as causal as asked; ValueError for what the scheme has no answer to.
+
+        Any shape will do: one with O(T) vectors runs on the fast kernels, and a DenseShape, or a TableShape of your
+        own, by the T×T reference. skip_weight is α of a normalised skip around attention, and 0 without; length the
+        training length; mlp the MLP sub-block's map of a kernel, or None; normalised says that a norm stands before
+        attention. All are given; **context takes those that a scheme does not ask for.
+        """
+
+    @property
+    def bounded(self) -> bool:
+        return False
+
+    @property
+    def heads(self) -> int | None:
+        return None
+
+    @property
+    def blocks(self) -> int | None:
+        return None
+
+    def describe(self) -> str:
+        """What stands beside the scheme's name in tables and figures."""
+        return ", ".join(f"{name} = {value}" for name, value in self.to_dict().items() if name != "kind")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its kind and its fields, as JSON has them."""
+        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
+        return {"kind": self.kind, **plain}
+
+    @staticmethod
+    def from_dict(data: Any) -> "Scheme":
+        """The inverse of to_dict. It imports no code but what is installed as an extension, whatever the data says."""
+        fields = dict(data) if isinstance(data, dict) else {}
+        cls = scheme_class(fields.pop("kind", None))
+        return build(cls, fields, cls.__name__, "scheme.")
+
+
+def scheme_class(kind: Any) -> type[Scheme]:
+    """The class of a name; ValueError for one that is not known, or that belongs to code not yet imported."""
+    if isinstance(kind, str) and kind not in SCHEMES:
+        lazy.import_extensions()
+    if not isinstance(kind, str) or kind not in SCHEMES:
+        raise ValueError(
+            f"scheme kind is {kind!r}; it must be one of {', '.join(SCHEMES)}, or one of your own whose code was "
+            "imported first: `--import FILE.py` on the command line, `import` in Python"
+        )
+    return SCHEMES[kind]
+
+
+def register_scheme(kind: str) -> Callable[[Kind], Kind]:
+    """Make a scheme known by its name in JSON and on the command line: a decorator above @dataclass(frozen=True).
+
+    Configurations, certificates, networks, training, checkpoints and exports then take it as they take the paper's.
+    Whoever loads one must have imported the class: no file is searched for code.
+    """
+
+    def register(cls: Kind) -> Kind:
+        if not isinstance(kind, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", kind):
+            raise ValueError(f"a scheme's name is {kind!r}; use small letters, digits and dashes, such as 'two-scales'")
+        if not (isinstance(cls, type) and issubclass(cls, Scheme)):
+            raise ValueError(f"@register_scheme({kind!r}) stands above {cls!r}; it must be a class derived from Scheme")
+        if "__dataclass_params__" not in vars(cls) or not vars(cls)["__dataclass_params__"].frozen:
+            raise ValueError(
+                f"@register_scheme({kind!r}) needs a frozen dataclass, so that {cls.__name__} is a value that JSON "
+                "holds: write @dataclass(frozen=True) in the line below"
+            )
+        known = SCHEMES.get(kind)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"the name {kind!r} belongs to {known.__module__}.{known.__qualname__}: give {cls.__name__} another one"
+            )
+        check_plain(cls)
+        cls.kind = kind
+        SCHEMES[kind] = cls
+        return cls
+
+    return register
+
+
+@register_scheme("standard")
+@dataclass(frozen=True)
+class StandardAttention(Scheme):
     """Softmax attention as everyone uses it: a running average at zero logits; with alibi_heads, ALiBi's biases."""
 
     alibi_heads: int = 0
 
     def __post_init__(self):
-        check_own(self)
+        super().__post_init__()
         if self.alibi_heads < 0:
             raise ValueError(f"alibi_heads is {self.alibi_heads}; it must be at least 0, which means no ALiBi")
 
-    def shapes(self, depth: int, skip_weight: float = 0.0, causal: bool = True) -> list[AttentionShape]:
+    @property
+    def heads(self) -> int | None:
+        return self.alibi_heads or None
+
+    def describe(self) -> str:
+        return "ALiBi" if self.alibi_heads else "plain softmax"
+
+    def shapes(self, depth: int, skip_weight: float = 0.0, causal: bool = True, **context: Any) -> list[AttentionShape]:
         """The same shape in every block, whatever the skips."""
         shape = AlibiShape(self.alibi_heads, causal) if self.alibi_heads else PlainShape(causal)
         return [shape] * check_depth(depth)
 
 
+@register_scheme("value-skipinit")
 @dataclass(frozen=True)
-class ValueSkipInit:
+class ValueSkipInit(Scheme):
     """Attn = (αI + βA)V with trainable α = 1, β = 0 at initialisation: identity attention. Sec. 3.1.
 
     per_head gives every head its own α and β.
@@ -62,16 +197,17 @@ class ValueSkipInit:
 
     per_head: bool = False
 
-    def __post_init__(self):
-        check_own(self)
+    def describe(self) -> str:
+        return "identity attention"
 
-    def shapes(self, depth: int, skip_weight: float = 0.0, causal: bool = True) -> list[AttentionShape]:
+    def shapes(self, depth: int, skip_weight: float = 0.0, causal: bool = True, **context: Any) -> list[AttentionShape]:
         """The identity in every block, whatever the skips."""
         return [IdentityShape(causal)] * check_depth(depth)
 
 
+@register_scheme("u-spa")
 @dataclass(frozen=True)
-class UniformSPA:
+class UniformSPA(Scheme):
     """U-SPA: kernels with off-diagonals ρ_0 = r rising to ρ_L. Sec. 3.2, App. B, C.
 
     calibration: "paper" ignores the MLPs; "exact" rescales each location so that the average kernel keeps a unit
@@ -82,11 +218,19 @@ class UniformSPA:
     repeat_rate: float = 0.0
     schedule: UniformSchedule = "linear"
     calibration: Calibration = "paper"
+    preserves_signal = True
 
     def __post_init__(self):
-        check_own(self)
+        super().__post_init__()
         check_correlation("rho_final", self.rho_final)
         check_repeat_rate(self.repeat_rate)
+
+    @property
+    def bounded(self) -> bool:
+        return self.calibration == "exact"
+
+    def describe(self) -> str:
+        return f"ρ_L = {self.rho_final:g}"
 
     def shapes(
         self,
@@ -116,8 +260,9 @@ class UniformSPA:
         return shapes
 
 
+@register_scheme("e-spa")
 @dataclass(frozen=True)
-class ExponentialSPA:
+class ExponentialSPA(Scheme):
     """E-SPA, the paper's main method: kernels exp(−γ_l|i−j|) with γ falling from ∞ to γ_L. Sec. 3.2, App. B, C, F.
 
     calibration as in UniformSPA; "mlp-aware" is a T×T table for E-SPA and needs length.
@@ -126,11 +271,19 @@ class ExponentialSPA:
     gamma_final: float = 0.005
     repeat_rate: float = 0.0
     calibration: Calibration = "paper"
+    preserves_signal = True
 
     def __post_init__(self):
-        check_own(self)
+        super().__post_init__()
         check_gamma_final(self.gamma_final)
         check_repeat_rate(self.repeat_rate)
+
+    @property
+    def bounded(self) -> bool:
+        return self.calibration != "paper"
+
+    def describe(self) -> str:
+        return f"γ_L = {self.gamma_final:g}"
 
     def shapes(
         self,
@@ -149,17 +302,15 @@ class ExponentialSPA:
         kind = ExponentialShape if causal else SymmetricExponentialShape
         steps = exponential_steps(self.gamma_final, depth, skip_weight)
         if self.calibration == "mlp-aware":
-            rates, through = [step.gamma_out for step in steps], need_mlp(mlp)
-            limit = need_length(length, "mlp-aware")
-            return mlp_aware(rates, self.repeat_rate, causal, limit, through, *entering)
+            limit, through = need_length(length, "mlp-aware"), need_mlp(mlp)
+            targets = (kernels.exponential(step.gamma_out, limit) for step in steps)
+            leaving = _after(through, *entering)
+            return carrying(targets, self.repeat_rate, causal, leaving, instead="calibration='paper'")
         shapes: list[AttentionShape] = [kind(step, self.repeat_rate) for step in steps]
         if self.calibration == "exact":
             limit = need_length(length, "exact")
             return exact(shapes, self.repeat_rate, skip_weight, limit, mlp, *entering)
         return shapes
-
-
-Scheme = StandardAttention | ValueSkipInit | UniformSPA | ExponentialSPA
 
 
 def check_calibration(name: str, skip_weight: float) -> None:
@@ -215,28 +366,37 @@ def exact(
     return calibrated
 
 
-def mlp_aware(
-    gammas: Sequence[float],
-    repeat_rate: float,
-    causal: bool,
-    length: int,
-    mlp: KernelMap,
-    entering: KernelMap = _as_it_is,
-) -> list[AttentionShape]:
-    """A_l = L_l L̂_{l−1}⁻¹, where L̂ factors the kernel f(Σ_{l−1}) that the MLP before block l left. Sec. 3.4.
+def _after(mlp: KernelMap, entering: KernelMap = _as_it_is) -> KernelMap:
+    return lambda kernel: entering(mlp(kernel))
 
-    Repeated tokens are corrected as in App. B, by rows: D keeps the diagonal of the average kernel at 1.
-    Departs: the paper ignores the MLP because A_l ≥ 0 is not guaranteed; here a negative entry is an error.
+
+def carrying(
+    targets: Iterable[np.ndarray],
+    repeat_rate: float = 0.0,
+    causal: bool = True,
+    between: KernelMap = _as_it_is,
+    *,
+    instead: str = "kernels closer to each other, or farther from the first",
+) -> list[AttentionShape]:
+    """The shapes that carry I to the first T×T target, that to the second, and so on: A_l = L_l L̂_(l−1)⁻¹.
+
+    L̂ factors the kernel that `between` two blocks is made of the last target: by an MLP, or as it is. Sec. 3.1, 3.4.
+    The factors are Cholesky's, or symmetric roots where attention is not causal. Repeated tokens are corrected as in
+    App. B, by rows: D keeps the diagonal of the average kernel at 1.
+    Departs: the paper ignores the MLP because A_l ≥ 0 is not guaranteed; here a negative entry is an error, which says
+    to use `instead`.
     """
-    before, average = np.eye(length), kernels.uniform(repeat_rate, length)
     shapes: list[AttentionShape] = []
-    for block, gamma in enumerate(gammas, start=1):
-        target = kernels.exponential(gamma, length)
-        matrix = non_negative(_factor_ratio(target, before, causal), f"calibration='mlp-aware' in block {block}")
+    before = average = np.zeros(())
+    for block, target in enumerate(targets, start=1):
+        if block == 1:
+            before, average = np.eye(len(target)), kernels.uniform(repeat_rate, len(target))
+        name = f"the step between kernels in block {block}"
+        matrix = non_negative(_factor_ratio(target, before, causal), name, instead)
         branch = matrix @ average @ matrix.T
         scale = 1.0 / np.sqrt(np.diagonal(branch))
         shapes.append(DenseShape(scale[:, None] * matrix, causal))
-        before, average = entering(mlp(target)), entering(mlp(scale[:, None] * branch * scale[None, :]))
+        before, average = between(target), between(scale[:, None] * branch * scale[None, :])
     return shapes
 
 

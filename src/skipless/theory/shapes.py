@@ -56,6 +56,11 @@ class AttentionShape(ABC):
     def causal(self) -> bool:
         """Whether no location attends to a later one."""
 
+    @property
+    def tabled(self) -> bool:
+        """Whether the shape has no O(T) parts, and its T×T table is read."""
+        return False
+
     @abstractmethod
     def compact(self, length: int) -> CompactBias:
         """The O(T) parts that reproduce A up to `length` locations."""
@@ -75,6 +80,29 @@ class AttentionShape(ABC):
     def dense(self, length: int) -> np.ndarray:
         """A itself, T×T (heads×T×T for per-head shapes)."""
         return self.row_scale(length)[:, None] * np.exp(self.bias(length))
+
+
+class TableShape(AttentionShape):
+    """A shape that is known by its matrix alone: `dense` says all of it. It is served slowly, by T×T tables."""
+
+    @property
+    def tabled(self) -> bool:
+        return True
+
+    def compact(self, length: int) -> CompactBias:
+        raise ValueError(
+            f"{type(self).__name__} has no O(T) form; use its dense table: bias(length) and row_scale(length)"
+        )
+
+    @abstractmethod
+    def dense(self, length: int) -> np.ndarray:
+        """A itself, T×T (heads×T×T for per-head shapes), without negative entries."""
+
+    def bias(self, length: int) -> np.ndarray:
+        return _log_rows(self.dense(length))
+
+    def row_scale(self, length: int) -> np.ndarray:
+        return self.dense(length).sum(axis=-1)
 
 
 @dataclass(frozen=True)
@@ -156,7 +184,7 @@ class ExponentialShape(AttentionShape):
 
 
 @dataclass(frozen=True)
-class SymmetricExponentialShape(AttentionShape):
+class SymmetricExponentialShape(TableShape):
     """Non-causal E-SPA, A = Σ(γ')^{½} Σ(γ)^{−½}, by eigendecomposition: it has no closed form. App. A.
 
     Departs: the paper checks non-negativity by experiment; rounding-sized negative entries (≤ 1e-12) become 0 here,
@@ -169,15 +197,6 @@ class SymmetricExponentialShape(AttentionShape):
 
     def __post_init__(self):
         check_repeat_rate(self.repeat_rate)
-
-    def compact(self, length: int) -> CompactBias:
-        raise ValueError("non-causal E-SPA has no O(T) form; use its dense table: bias(length) and row_scale(length)")
-
-    def bias(self, length: int) -> np.ndarray:
-        return _log_rows(self.dense(length))
-
-    def row_scale(self, length: int) -> np.ndarray:
-        return self.dense(length).sum(axis=-1)
 
     def dense(self, length: int) -> np.ndarray:
         root_in = kernels.symmetric_root(kernels.exponential(self.step.gamma_in, length))
@@ -232,20 +251,11 @@ class SymmetricUniformShape(AttentionShape):
 
 
 @dataclass(frozen=True, eq=False)
-class DenseShape(AttentionShape):
+class DenseShape(TableShape):
     """An explicit non-negative matrix. A causal one serves every shorter length by its leading block."""
 
     matrix: np.ndarray = field(repr=False)
     causal: bool = True
-
-    def compact(self, length: int) -> CompactBias:
-        raise ValueError("a dense shape has no O(T) form; use its table: bias(length) and row_scale(length)")
-
-    def bias(self, length: int) -> np.ndarray:
-        return _log_rows(self.dense(length))
-
-    def row_scale(self, length: int) -> np.ndarray:
-        return self.dense(length).sum(axis=-1)
 
     def dense(self, length: int) -> np.ndarray:
         limit = _check_table(length, len(self.matrix), self.causal)
@@ -262,6 +272,10 @@ class RescaledShape(AttentionShape):
     @property
     def causal(self) -> bool:
         return self.base.causal
+
+    @property
+    def tabled(self) -> bool:
+        return self.base.tabled
 
     def compact(self, length: int) -> CompactBias:
         parts = self.base.compact(length)

@@ -14,6 +14,7 @@ from skipless.console import check_seed, nearest
 from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
 from skipless.schema import KINDS, build, check, check_choice, check_own, shortened
+from skipless.theory.schemes import Scheme
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
@@ -345,7 +346,7 @@ def _changed(target: Any, changes: dict[tuple[str, ...], Any], prefix: str) -> A
 def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], Any], name: str) -> Any:
     """A field's new value: as a whole, by its own fields, or by the keys of a mapping."""
     parts = {path: text for path, text in changes.items() if path}
-    if parts and () in changes and typing.get_origin(hint) is not dict:
+    if parts and () in changes and typing.get_origin(hint) is not dict and hint is not Scheme:
         part = ".".join((name, *next(iter(parts))))
         raise ValueError(f"--set names {name} as a whole and {part} within it; one of the two would be lost")
     whole = {(): _parsed(changes[()], hint, name)} if () in changes else {}
@@ -357,7 +358,8 @@ def _value(old: Any, hint: Any, changes: dict[tuple[str, ...], Any], name: str) 
         return {**whole.get((), old), **{key: _parsed(one, kind, f"{name}.{key}") for (key,), one in parts.items()}}
     if parts and not dataclasses.is_dataclass(old):
         raise ValueError(f"--set {name}: it is a plain value, so nothing lies below it")
-    return whole[()] if whole else _changed(old, parts, f"{name}.")
+    new = whole.get((), old)
+    return _changed(new, parts, f"{name}.") if parts else new
 
 
 def _parsed(value: Any, hint: Any, name: str) -> Any:
@@ -385,6 +387,8 @@ def parse(text: str, hint: Any, name: str) -> Any:
             raise ValueError(f"{name} is {text!r}; it must be {KINDS[hint]}") from None
     if hint is str:
         return text
+    if hint is Scheme:
+        return Scheme.from_dict(parse_json(text) if text.startswith("{") else {"kind": text})
     if dataclasses.is_dataclass(hint):
         first = dataclasses.fields(hint)[0].name
         raise ValueError(f"{name} cannot be set from text; set a field below it, such as {name}.{first}=…")
