@@ -89,6 +89,8 @@ def check(value: Any, hint: Any, name: str) -> Any:
             return made(value)
         fields = check_fields(hint, value, name, f"{name}.")
         return made(fields) if made is not None else hint(**fields)
+    if origin is tuple and hasattr(value, "tolist"):
+        value = value.tolist()  # NumPy's
     if origin is tuple and isinstance(value, list | tuple):
         kinds = [args[0]] * len(value) if Ellipsis in args else args
         if len(value) != len(kinds):

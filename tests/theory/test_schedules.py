@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from skipless.theory import exponential, feasibility, kernels, uniform
 from skipless.theory.exponential import ExponentialStep
+from skipless.theory.schemes import ExponentialSPA, UniformSPA
 
 
 @pytest.mark.parametrize(
@@ -208,5 +209,84 @@ def test_rounding_helpers_stay_on_the_feasible_side():
     ],
 )
 def test_bad_values_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+@pytest.mark.parametrize("skip_weight", [0.0, 0.5, 0.98])
+def test_the_papers_schedules_given_by_block_are_themselves(skip_weight):
+    rates = exponential.decay_rates(0.2, 36)[1:]
+    ours = exponential.steps_through(rates.tolist(), skip_weight)
+    for own, paper in zip(ours, exponential.exponential_steps(0.2, 36, skip_weight), strict=True):
+        np.testing.assert_allclose(
+            [own.gamma_in, own.gamma_out, own.gap, own.excess],
+            [paper.gamma_in, paper.gamma_out, paper.gap, paper.excess],
+            rtol=1e-10,
+        )
+    rhos = uniform.correlations(0.3, 36, 0.05, "linear")[1:]
+    ours = uniform.steps_through(rhos.tolist(), 0.05, skip_weight)
+    np.testing.assert_allclose(ours, uniform.uniform_steps(0.3, 36, 0.05, "linear", skip_weight), rtol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("skip_weight", [0.0, 0.6])
+def test_decays_and_correlations_by_block_are_reached(causal, skip_weight):
+    """Σ_l = α²Σ_{l−1} + (1−α²)AΣAᵀ has the correlation asked for; E-SPA's decay without skips, A's diagonal with."""
+    gammas, rhos = (3.0, 0.9, 0.8, 0.7), (0.1, 0.15, 0.5, 0.6)
+    kernel = np.eye(12)
+    for rho, shape in zip(rhos, UniformSPA(rhos=rhos).shapes(4, skip_weight, causal), strict=True):
+        branch = shape.dense(12) @ kernel @ shape.dense(12).T
+        kernel = skip_weight**2 * kernel + (1 - skip_weight**2) * branch
+        np.testing.assert_allclose(kernel, kernels.uniform(rho, 12), atol=1e-12)
+    kernel = np.eye(12)
+    before = np.inf
+    for gamma, shape in zip(gammas, ExponentialSPA(gammas=gammas).shapes(4, skip_weight, causal), strict=True):
+        if skip_weight == 0.0:
+            kernel = shape.dense(12) @ kernel @ shape.dense(12).T
+            np.testing.assert_allclose(kernel, kernels.exponential(gamma, 12), atol=1e-12)
+        asked = (kernels.innovation(gamma) / kernels.innovation(before)) ** 2
+        assert skip_weight**2 + (1 - skip_weight**2) * shape.step.lam**2 == pytest.approx(asked, rel=1e-12)
+        before = gamma
+
+
+@given(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=5, unique=True), st.floats(0.1, 0.95), st.integers(0, 4))
+def test_a_refused_value_names_one_that_works(values, alpha, at):
+    for kind, through in (
+        ("gammas", exponential.steps_through),
+        ("rhos", lambda v, a: uniform.steps_through(v, 0.0, a)),
+    ):
+        given_ = sorted(values, reverse=True) if kind == "gammas" else sorted(v / 3.001 for v in values)
+        for _ in range(len(given_) + 1):
+            try:
+                through(given_, alpha)
+                break
+            except ValueError as error:
+                block = int(re.search(rf"{kind}\[(\d+)\]", str(error)).group(1))
+                given_ = [*given_[:block], float(re.search(r"use [≥≤] ([\d.e-]+\d)", str(error)).group(1))]
+        else:
+            raise AssertionError(given_)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ExponentialSPA(gammas=()), "gammas is empty; give one decay rate for each block"),
+        (lambda: ExponentialSPA(gammas=[1.0, 2.0]), r"gammas\[1\]=2.0 is not below gammas\[0\]=1.0; .*less than 1.0"),
+        (lambda: ExponentialSPA(gammas=[1.0, 1.0]), r"use less than 1.0"),
+        (lambda: ExponentialSPA(gammas=[1.0, 0.0]), r"gammas\[1\] is 0.0; a decay rate must be positive"),
+        (lambda: ExponentialSPA(gammas=[np.inf, 1.0]), r"gammas\[0\] is ∞; .*use ValueSkipInit"),
+        (lambda: ExponentialSPA(gammas="1,2"), "gammas is '1,2'; it must be a list"),
+        (lambda: ExponentialSPA(gammas=["x"]), r"gammas\[0\] is 'x'; it must be a number"),
+        (lambda: ExponentialSPA(0.2, gammas=[1.0, 0.5]), "gamma_final=0.2 beside gammas, which ends at 0.5"),
+        (lambda: ExponentialSPA(gammas=[1.0, 0.5]).shapes(3), "gammas has 2 values and depth is 3; give 3"),
+        (lambda: ExponentialSPA(gammas=[0.1]).shapes(1, 0.9), r"gammas\[0\]=0.1 with skip_weight=0.9.*use ≥ 0.8304"),
+        (lambda: UniformSPA(rhos=[0.5, 0.4]), r"rhos\[1\]=0.4 is not above rhos\[0\]=0.5; .*more than 0.5"),
+        (lambda: UniformSPA(rhos=[0.1], repeat_rate=0.2), r"rhos\[0\]=0.1 is not above repeat_rate=0.2"),
+        (lambda: UniformSPA(rhos=[1.0]), r"rhos\[0\] is 1.0; a uniform correlation must lie in \[0, 1\)"),
+        (lambda: UniformSPA(rhos=[0.5], schedule="geometric"), "schedule='geometric' beside rhos"),
+        (lambda: UniformSPA(rhos=[0.9]).shapes(1, 0.9), r"rhos\[0\]=0.9 with skip_weight=0.9.*use ≤ 0.1899"),
+    ],
+)
+def test_bad_schedules_are_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -10,13 +10,19 @@ The schedule of App. C, and with skips that of App. F, says which step each bloc
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from skipless.theory.feasibility import check_decay_rate, check_depth, check_exponential_skip, check_skip_weight
+from skipless.theory.feasibility import (
+    check_decay_rate,
+    check_depth,
+    check_exponential_skip,
+    check_skip_weight,
+    check_step_skip,
+)
 
 # e^{−40} is 4e-18, below float64's resolution of 1: after 40/γ locations every sequence below has converged.
 _CONVERGED = 40.0
@@ -180,6 +186,27 @@ def exponential_steps(gamma_final: float, depth: int, skip_weight: float = 0.0) 
         steps.append(
             ExponentialStep(float(rates[level - 1]), float(gamma_out), float(gap), float(lost / (lam * (1 + lam))))
         )
+    return steps
+
+
+def steps_through(gammas: Sequence[float], skip_weight: float = 0.0) -> list[ExponentialStep]:
+    """One E-SPA step per block through γ_1 … γ_L, from γ_0 = ∞; with a normalised skip α, by App. F's rule in each.
+
+    A block from t = a(γ)² to t' = a(γ')² loses 1−λ_α² = s = (1−t'/t)/(1−α²) in its branch, and q_out² = q_in² + t s.
+    """
+    check_skip_weight(skip_weight)
+    steps = []
+    for block, (before, after) in enumerate(zip((math.inf, *gammas), gammas, strict=False)):
+        step = ExponentialStep.between(before, after)
+        if skip_weight:
+            kept_in, q_in = -math.expm1(-2.0 * before), math.exp(-before)
+            lost = step.excess * (1.0 + step.lam) * step.lam / (1.0 - skip_weight**2)
+            bound = -0.5 * math.log1p(-(skip_weight**2) * kept_in)
+            check_step_skip("gammas", block, after, lost, skip_weight, bound)
+            lam, q_out = math.sqrt(1.0 - lost), math.sqrt(q_in**2 + kept_in * lost)
+            gap = kept_in * lost / (q_out * (q_out + q_in))
+            step = ExponentialStep(before, _decay_rate(kept_in * lam**2, q_out), gap, lost / (lam * (1.0 + lam)))
+        steps.append(step)
     return steps
 
 

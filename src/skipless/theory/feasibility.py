@@ -1,6 +1,7 @@
 """Where the constructions exist: range checks and bounds, as errors that name the nearest value that works."""
 
 import math
+from collections.abc import Sequence
 
 
 def check_length(length: int) -> int:
@@ -29,6 +30,50 @@ def check_correlation(name: str, rho: float) -> None:
     """ρ in [0, 1): at ρ = 1 all locations coincide."""
     if not 0.0 <= rho < 1.0:
         raise ValueError(f"{name} is {rho}; a uniform correlation must lie in [0, 1) (1 is rank collapse)")
+
+
+def check_decay_rates(gammas: Sequence[float]) -> None:
+    """γ_1 … γ_L by block: finite, positive, and each below the one before it (Thm 2)."""
+    if not gammas:
+        raise ValueError("gammas is empty; give one decay rate for each block, such as (1.0, 0.2, 0.05)")
+    for block, gamma in enumerate(gammas):
+        check_decay_rate(f"gammas[{block}]", gamma)
+        if math.isinf(gamma):
+            raise ValueError(f"gammas[{block}] is ∞; attention would then be the identity: use ValueSkipInit")
+        if block and gamma >= (before := gammas[block - 1]):
+            raise ValueError(
+                f"gammas[{block}]={gamma} is not below gammas[{block - 1}]={before}; decay rates must fall from block "
+                f"to block for attention to be non-negative (Thm 2): use less than {before}"
+            )
+
+
+def check_correlations(rhos: Sequence[float], rho_initial: float) -> None:
+    """ρ_1 … ρ_L by block: in [0, 1), and each above the one before it, the first above the input's (Thm 1)."""
+    if not rhos:
+        raise ValueError("rhos is empty; give one correlation for each block, such as (0.2, 0.4, 0.6)")
+    for block, rho in enumerate(rhos):
+        check_correlation(f"rhos[{block}]", rho)
+        before, name = (rhos[block - 1], f"rhos[{block - 1}]") if block else (rho_initial, "repeat_rate")
+        if rho <= before:
+            raise ValueError(
+                f"rhos[{block}]={rho} is not above {name}={before}; correlations must rise from block to block for "
+                f"attention to be non-negative (Thm 1): use more than {before}"
+            )
+
+
+def check_blocks(name: str, values: Sequence[float], depth: int) -> None:
+    """As many values as blocks."""
+    if len(values) != check_depth(depth):
+        raise ValueError(f"{name} has {len(values)} values and depth is {depth}; give {depth}, one for each block")
+
+
+def check_end(name: str, final: float, default: float, by_block: str, last: float) -> None:
+    """A final value beside values by block is theirs, or was not given."""
+    if final not in (default, last):
+        raise ValueError(
+            f"{name}={final} beside {by_block}, which ends at {last}; {by_block} says it already: leave {name} out, or "
+            f"use {name}={last}"
+        )
 
 
 def check_repeat_rate(repeat_rate: float) -> None:
@@ -72,6 +117,16 @@ def check_exponential_skip(lam_squared: float, gamma_final: float, depth: int, s
         f"(λ_0²−α²)/(1−α²) not positive (App. F); with this skip weight use gamma_final ≥ {gamma}, "
         f"or with this gamma_final use skip_weight ≤ {alpha}"
     )
+
+
+def check_step_skip(name: str, block: int, value: float, lost: float, skip_weight: float, bound: float) -> None:
+    """A block's share `lost`, of what a skip α leaves its branch to change, must be below 1; `bound` is where it is."""
+    if not lost < 1.0:
+        nearest = f"≥ {round_up(bound)}" if name == "gammas" else f"≤ {round_down(bound)}"
+        raise ValueError(
+            f"{name}[{block}]={value} with skip_weight={skip_weight} asks more of block {block + 1} than its residual "
+            f"branch can change (App. F, Sec. 3.4); after the values before it use {nearest}, or a smaller skip weight"
+        )
 
 
 def largest_rho_final(skip_weight: float, depth: int, rho_initial: float, schedule: str) -> float:

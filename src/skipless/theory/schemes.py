@@ -18,9 +18,17 @@ import scipy
 
 from skipless import lazy
 from skipless.schema import build, check_own, check_plain
-from skipless.theory import kernels
+from skipless.theory import exponential, kernels, uniform
 from skipless.theory.exponential import check_gamma_final, exponential_steps
-from skipless.theory.feasibility import check_correlation, check_depth, check_repeat_rate
+from skipless.theory.feasibility import (
+    check_blocks,
+    check_correlation,
+    check_correlations,
+    check_decay_rates,
+    check_depth,
+    check_end,
+    check_repeat_rate,
+)
 from skipless.theory.shapes import (
     AlibiShape,
     AttentionShape,
@@ -210,6 +218,8 @@ class ValueSkipInit(Scheme):
 class UniformSPA(Scheme):
     """U-SPA: kernels with off-diagonals ρ_0 = r rising to ρ_L. Sec. 3.2, App. B, C.
 
+    rhos gives ρ_1 … ρ_L one by one, in place of rho_final and schedule.
+
     calibration: "paper" ignores the MLPs; "exact" rescales each location so that the average kernel keeps a unit
     diagonal (needs length); "mlp-aware" starts each block from what the MLP left, where that stays non-negative.
     """
@@ -218,10 +228,19 @@ class UniformSPA(Scheme):
     repeat_rate: float = 0.0
     schedule: UniformSchedule = "linear"
     calibration: Calibration = "paper"
+    rhos: tuple[float, ...] | None = None
     preserves_signal = True
 
     def __post_init__(self):
         super().__post_init__()
+        if self.rhos is not None:
+            check_correlations(self.rhos, self.repeat_rate)
+            check_end("rho_final", self.rho_final, UniformSPA.rho_final, "rhos", self.rhos[-1])
+            if self.schedule != "linear":
+                raise ValueError(
+                    f"schedule={self.schedule!r} beside rhos, which are the schedule: leave one of them out"
+                )
+            object.__setattr__(self, "rho_final", self.rhos[-1])
         check_correlation("rho_final", self.rho_final)
         check_repeat_rate(self.repeat_rate)
 
@@ -229,8 +248,12 @@ class UniformSPA(Scheme):
     def bounded(self) -> bool:
         return self.calibration == "exact"
 
+    @property
+    def blocks(self) -> int | None:
+        return None if self.rhos is None else len(self.rhos)
+
     def describe(self) -> str:
-        return f"ρ_L = {self.rho_final:g}"
+        return f"ρ_L = {self.rho_final:g}{'' if self.rhos is None else ', by block'}"
 
     def shapes(
         self,
@@ -250,7 +273,11 @@ class UniformSPA(Scheme):
         check_calibration(self.calibration, skip_weight)
         entering = (kernels.cosine,) if normalised else ()
         kind = UniformShape if causal else SymmetricUniformShape
-        steps = uniform_steps(self.rho_final, depth, self.repeat_rate, self.schedule, skip_weight)
+        if self.rhos is None:
+            steps = uniform_steps(self.rho_final, depth, self.repeat_rate, self.schedule, skip_weight)
+        else:
+            check_blocks("rhos", self.rhos, depth)
+            steps = uniform.steps_through(self.rhos, self.repeat_rate, skip_weight)
         if self.calibration == "mlp-aware":
             steps = uniform_aware(steps, need_mlp(mlp))
         shapes: list[AttentionShape] = [kind(before, after) for before, after in steps]
@@ -265,16 +292,23 @@ class UniformSPA(Scheme):
 class ExponentialSPA(Scheme):
     """E-SPA, the paper's main method: kernels exp(−γ_l|i−j|) with γ falling from ∞ to γ_L. Sec. 3.2, App. B, C, F.
 
+    gammas gives γ_1 … γ_L one by one, in place of gamma_final and App. C's schedule.
+
     calibration as in UniformSPA; "mlp-aware" is a T×T table for E-SPA and needs length.
     """
 
     gamma_final: float = 0.005
     repeat_rate: float = 0.0
     calibration: Calibration = "paper"
+    gammas: tuple[float, ...] | None = None
     preserves_signal = True
 
     def __post_init__(self):
         super().__post_init__()
+        if self.gammas is not None:
+            check_decay_rates(self.gammas)
+            check_end("gamma_final", self.gamma_final, ExponentialSPA.gamma_final, "gammas", self.gammas[-1])
+            object.__setattr__(self, "gamma_final", self.gammas[-1])
         check_gamma_final(self.gamma_final)
         check_repeat_rate(self.repeat_rate)
 
@@ -282,8 +316,12 @@ class ExponentialSPA(Scheme):
     def bounded(self) -> bool:
         return self.calibration != "paper"
 
+    @property
+    def blocks(self) -> int | None:
+        return None if self.gammas is None else len(self.gammas)
+
     def describe(self) -> str:
-        return f"γ_L = {self.gamma_final:g}"
+        return f"γ_L = {self.gamma_final:g}{'' if self.gammas is None else ', by block'}"
 
     def shapes(
         self,
@@ -300,7 +338,11 @@ class ExponentialSPA(Scheme):
         check_calibration(self.calibration, skip_weight)
         entering = (kernels.cosine,) if normalised else ()
         kind = ExponentialShape if causal else SymmetricExponentialShape
-        steps = exponential_steps(self.gamma_final, depth, skip_weight)
+        if self.gammas is None:
+            steps = exponential_steps(self.gamma_final, depth, skip_weight)
+        else:
+            check_blocks("gammas", self.gammas, depth)
+            steps = exponential.steps_through(self.gammas, skip_weight)
         if self.calibration == "mlp-aware":
             limit, through = need_length(length, "mlp-aware"), need_mlp(mlp)
             targets = (kernels.exponential(step.gamma_out, limit) for step in steps)

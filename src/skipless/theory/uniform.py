@@ -12,11 +12,18 @@ U and W vanish as n → ∞ and fall by positive steps, so both are sums of posi
 and each bracket is 2(y−x) over positive factors because P_{n−1}Q_{n+1} − P_{n+1}Q_{n−1} = 2(y−x).
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from skipless.theory.feasibility import check_correlation, check_depth, check_skip_weight, check_uniform_skip
+from skipless.theory.feasibility import (
+    check_correlation,
+    check_depth,
+    check_skip_weight,
+    check_step_skip,
+    check_uniform_skip,
+)
 
 UniformSchedule = Literal["linear", "geometric"]
 # From this location on the elementary tail below is accurate to 1e-12; sums run down from here.
@@ -150,6 +157,17 @@ def uniform_steps(
     residual = rho[:-1] + np.diff(rho) / (1.0 - skip_weight**2)
     check_uniform_skip(float(residual.max()), rho_final, depth, skip_weight, rho_initial, schedule)
     return [(float(before), float(after)) for before, after in zip(rho[:-1], residual, strict=True)]
+
+
+def steps_through(rhos: Sequence[float], rho_initial: float, skip_weight: float = 0.0) -> list[tuple[float, float]]:
+    """(ρ_in, ρ_out) per block through ρ_1 … ρ_L; with a normalised skip α, ρ_out is the residual branch's."""
+    check_skip_weight(skip_weight)
+    steps = []
+    for block, (before, after) in enumerate(zip((rho_initial, *rhos), rhos, strict=False)):
+        residual = before + (after - before) / (1.0 - skip_weight**2)
+        check_step_skip("rhos", block, after, residual, skip_weight, 1.0 - skip_weight**2 * (1.0 - before))
+        steps.append((before, residual))
+    return steps
 
 
 def correlations(rho_final: float, depth: int, rho_initial: float, schedule: UniformSchedule) -> np.ndarray:
