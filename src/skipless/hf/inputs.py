@@ -25,11 +25,6 @@ class HFLayerCache:
         if k.shape[1] != v.shape[1] and any(isinstance(layer, StaticLayer) for layer in self.cache.layers):
             k = k.repeat_interleave(v.shape[1] // k.shape[1], dim=1)  # which have one number of heads for both
         keys, values = self.cache.update(k, v, self.index)
-        if keys.shape[2] < self.slots:
-            raise ValueError(
-                f"{type(self.cache).__name__} returned {keys.shape[2]} slots where {self.slots} are filled; caches "
-                "of a sliding window do not serve skipless models: use DynamicCache, the default"
-            )
         self.held = keys[:, :, : self.slots], values[:, :, : self.slots]  # those of a fixed size have more
         return self.held
 
@@ -52,6 +47,11 @@ class Placement:
         depth: int,
     ) -> "Placement":
         """Of x (batch, T) or (batch, T, width), behind what the cache holds."""
+        if cache is not None and any(cache.is_sliding):
+            raise ValueError(
+                f"this {type(cache).__name__} keeps a sliding window, and a skipless network attends to all that came "
+                "before: use DynamicCache(), the default, or StaticCache(config=model.config, max_cache_len=…)"
+            )
         batch, new = x.shape[0], x.shape[1]
         past = 0 if cache is None else cache.get_seq_length()
         if slots := fixed_size(cache):
