@@ -317,6 +317,10 @@ def test_wrong_arguments_say_what_is_right() -> None:
         convert("meta-llama/Llama-3.2-1B")
     with pytest.raises(TypeError, match=r"ExponentialSPA\(\)"):
         convert(llama(), "e-spa")
+    with pytest.raises(TypeError, match=r"tokenizer is str; .*AutoTokenizer.from_pretrained"):
+        convert(llama(), tokenizer="folder")
+    with pytest.raises(ValueError, match="has 256 tokens and the source knows 60"):
+        convert(llama(), tokenizer=byte_tokenizer())
     with pytest.raises(ValueError, match="0 ≤ α < 1"):
         convert(llama(), skip_weight=1.0)
     with pytest.raises(ValueError, match="gamma_final ≥"):

@@ -197,7 +197,7 @@ def convert(
         _changes(decoder, config, "activation" in asked),
         decoder.special_tokens,
         _embedding(source),
-        None if tokenizer is None else FastTokenizer(tokenizer),
+        None if tokenizer is None else _tokenizer(tokenizer, decoder.vocab_size),
     )
 
 
@@ -207,6 +207,20 @@ def _embedding(source: Any) -> Tensor | None:
         return None
     rows = source.get_input_embeddings().weight.detach().float()
     return None if rows.is_meta else rows / rows.square().sum(dim=1).mean().sqrt()
+
+
+def _tokenizer(given: Any, known: int) -> FastTokenizer:
+    if not hasattr(given, "backend_tokenizer"):
+        raise TypeError(
+            f"tokenizer is {type(given).__name__}; give a fast one of transformers, such as "
+            "AutoTokenizer.from_pretrained(folder)"
+        )
+    tokenizer = FastTokenizer(given)
+    if tokenizer.vocab_size > known:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens and the source knows {known:,}: give the source's own"
+        )
+    return tokenizer
 
 
 def _config_of(source: Any) -> PreTrainedConfig:
