@@ -55,16 +55,19 @@ def test_the_card_says_what_a_reader_looks_for(run):
     assert export(run).exit_code == 0
     card = (run / "export" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
-    assert "# tiny\nA transformer without skip connections and without normalisation layers" in card
+    assert "# run\nA transformer without skip connections and without normalisation layers" in card
     assert "| blocks | 2 of width 32, 4 heads (4 for keys and values); MLPs of 128 units, gelu |" in card
     assert "ExponentialSPA(" in card
-    assert "| data | gone |" in card
-    assert "| training loss, smoothed | 2.5000 at step 9 |\n| valid loss | 2.2500 at step 9 |" in card
+    weights = load_file(run / "export" / "model.safetensors").values()
+    assert f"| parameters | {sum(weight.numel() for weight in weights):,} |" in card
+    assert "| experiment | tiny |\n| data | gone |" in card
+    assert "| training loss, smoothed | 2.5000 at step 9 |\n| validation loss | 2.2500 at step 9 |" in card
     code = card[card.index("```python\n") + 10 :].partition("```")[0]
     names: dict = {}
     exec(code.replace('"."', repr(str(run / "export"))), names)
     assert isinstance(names["model"], SkiplessForCausalLM)
     assert str(run.parent) not in card  # paths stay at home
+    assert len({file.stat().st_mode for file in (run / "export").iterdir()}) == 1  # all readable alike
 
 
 def test_a_place_that_cannot_hold_an_export_is_refused(run, tmp_path):

@@ -53,27 +53,32 @@ def model_card(loaded: LoadedModel, run: Path) -> str:
     head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [skipless]", "---", ""]
     shortcuts = "without skip connections" if config.skipless else "with weighted skip connections"
     norms = "without normalisation layers" if config.norm == "none" else f"with RMSNorm ({config.norm})"
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     lines = [
-        f"# {read_experiment(run).name if (run / EXPERIMENT).is_file() else 'A skipless network'}",
+        f"# {run.resolve().name}",
         f"A transformer {shortcuts} and {norms}, written by skipless after He et al. 2023, [Deep Transformers without "
         "Shortcuts](https://arxiv.org/abs/2302.10322).",
         "",
-        *_table(_sizes(config) | {"tokenizer": loaded.tokenizer.kind}),
+        *_table({"parameters": f"{parameters:,}"} | _sizes(config) | {"tokenizer": loaded.tokenizer.kind}),
         "",
-        *_training(run),
+        *_training(run, loaded.origin),
         "## Use",
         "The code is the package skipless, which has to be installed: `trust_remote_code=True` imports it, and runs "
-        "nothing else.",
+        "nothing else. Pad on the left, as the tokenizer does.",
         "",
         "```python",
         f"from transformers import {auto}, AutoTokenizer",
         "",
         'folder = "."  # or the name of this repository',
+        "tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)",
         f"model = {auto}.from_pretrained(folder, trust_remote_code=True)",
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        'inputs = tokenizer("The signal", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))"
+        if config.head == "lm"
+        else "print(model(**inputs).logits)",
         "```",
         "",
-        "Pad on the left. Whoever publishes this adds the licence, that of the data, and what the network is for.",
+        "<!-- Before you publish: add the licence (`license:` above), the data's, and what the network is for. -->",
     ]
     return "\n".join([*head, *lines, ""])
 
@@ -82,7 +87,6 @@ def _sizes(config: ModelConfig) -> dict[str, str]:
     heads = f"{config.heads} heads ({config.kv_heads} for keys and values)"
     mlp = f"MLPs of {config.hidden} units, {config.shaped_activation.base}" if config.hidden else "no MLPs"
     return {
-        "parameters in matrices": f"{config.matrix_parameters:,}",
         "blocks": f"{config.depth} of width {config.width}, {heads}; {mlp}{', mirrored' if config.mlp_init else ''}",
         "attention": f"`{config.scheme!r}`",
         "skips": f"attention {config.attention_skip.shortcut:g}, MLP {config.mlp_skip.shortcut:g}",
@@ -91,22 +95,27 @@ def _sizes(config: ModelConfig) -> dict[str, str]:
     }
 
 
-def _training(run: Path) -> list[str]:
+def _training(run: Path, origin: str) -> list[str]:
     """What the run's folder says of data, steps and losses; nothing for weights that are no run's newest."""
     if not (run / EXPERIMENT).is_file():
         return []
     experiment = read_experiment(run)
     data, train = experiment.data, experiment.train
     rows = {
+        "experiment": experiment.name,
         "data": Path(data.folder).name if data.folder else data.corpus,
         "steps": f"{train.steps:,} of {train.batch_size} × {train.length} tokens",
         "optimiser": f"{experiment.optimizer.name}, rate {experiment.optimizer.peak_rate:g}",
     }
+    if not (run / WEIGHTS).is_file():  # the run is not at its end
+        rows["weights"] = origin.removeprefix(f"{run}/")
     records = read_metrics(run) if (run / METRICS).is_file() else []
     for record in records:  # the last of each wins
         named = {name: value for name, value in record.items() if name == "ema" or name.startswith("valid_")}
         for name, value in named.items():
-            words = "training loss, smoothed" if name == "ema" else name.replace("_", " ")
+            words = (
+                "training loss, smoothed" if name == "ema" else name.replace("valid_", "validation ").replace("_", " ")
+            )
             rows[words] = f"{value:.4f} at step {record['step']:,}" if value is not None else "none"
     return ["## Training", *_table(rows), ""]
 
@@ -163,6 +172,8 @@ def _publish(place: Path, folder: Path, force: bool) -> None:
     With config.json a folder is a model, so it goes first and comes last.
     """
     names = {file.relative_to(place).as_posix() for file in place.rglob("*") if file.is_file()}
+    for name in names:  # safetensors would keep its file from everyone else
+        shutil.copymode(place / CONFIG, place / name)
     write_hashes(place, names)
     stale = set() if force else set(read_hashes(folder) or {}) - names
     if not force:
