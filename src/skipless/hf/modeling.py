@@ -228,9 +228,18 @@ class SkiplessModel(SkiplessPreTrainedModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """The last block's output after the final norm; arguments are those of `run`."""
-        hidden = self.run(input_ids, attention_mask, **kwargs)
+        hidden = self.run(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         return BaseModelOutputWithPast(hidden.last, hidden.cache, hidden.states, hidden.attentions)
 
 
@@ -356,11 +365,15 @@ class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Logits (batch, num_labels), and the loss by config.problem_type where labels are given."""
-        hidden = self.run(input_ids, attention_mask, **kwargs)
+        hidden = self.run(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         logits: Any = self.model.logits(hidden.last, hidden.layout)
         loss = None
         if labels is not None:
@@ -383,11 +396,15 @@ class SkiplessForTokenClassification(SkiplessPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Logits (batch, T, num_labels), and the mean cross entropy where labels (−100: ignored) are given."""
-        hidden = self.run(input_ids, attention_mask, **kwargs)
+        hidden = self.run(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         logits: Any = self.model.logits(hidden.last)
         loss = self.loss_function(logits, labels, self.config) if labels is not None else None
         return TokenClassifierOutput(loss, logits, hidden.states, hidden.attentions)
