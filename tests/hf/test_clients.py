@@ -6,6 +6,8 @@ Tools that are not installed are skipped; `.ci/clients` installs them all.
 import copy
 import importlib.util
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,27 +70,50 @@ def folder(of_bytes, tmp_path) -> Path:
     return tmp_path / "export"
 
 
+def test_the_table_names_tests_that_exist():
+    here = Path(__file__).parent
+    named = set(re.findall(r"`(test_\w+)`", (here.parents[1] / "docs" / "inference.md").read_text()))
+    assert len(named) > 20
+    assert named <= set(re.findall(r"^def (test_\w+)", "".join(file.read_text() for file in here.glob("*.py")), re.M))
+
+
 # --- torch ---
+
+
+def compiled_as_one_graph(case: str, backend: str, tokens: Tensor, mask: Tensor) -> None:
+    """Nothing has run before: shapes are there when the forward is traced."""
+    native = build(case)
+    expected = native(tokens), native(tokens, layout=Layout.left_padded(mask))
+    wrapped = SkiplessForCausalLM.from_native(build(case))
+    torch.compiler.reset()
+    compiled = torch.compile(wrapped, fullgraph=True, backend=backend)
+    torch.testing.assert_close(compiled(tokens).logits, expected[0])
+    torch.testing.assert_close(compiled(tokens, attention_mask=mask).logits, expected[1])
 
 
 @torch.no_grad()
 @pytest.mark.catalogue(1)
 @pytest.mark.parametrize("case", ["e-spa", "u-spa-relative"])
 def test_a_cold_model_compiles_as_one_graph(case, tokens, masked):
-    """Nothing has run before: shapes are there when the forward is traced."""
-    wrapped = SkiplessForCausalLM.from_native(build(case))
-    expected = build(case)(tokens)
-    torch.compiler.reset()
-    compiled = torch.compile(wrapped, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens).logits, expected)
-    expected = wrapped(tokens, attention_mask=masked).logits
-    torch.testing.assert_close(compiled(tokens, attention_mask=masked).logits, expected)
+    compiled_as_one_graph(case, "aot_eager", tokens, masked)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++, and there is no g++")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # which torch itself calls
+def test_inductor_compiles_a_cold_model(tokens, masked, tmp_path, monkeypatch, full):
+    if not full:
+        pytest.skip("40 seconds of a C++ compiler: with --full")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled_as_one_graph("e-spa", "inductor", tokens, masked)
 
 
 @torch.no_grad()
 @pytest.mark.catalogue(2)
 @pytest.mark.parametrize("case", ["e-spa", "u-spa-relative", "v-skipinit", "mirrored"])
 def test_an_exported_program_takes_any_length_and_padding(case, tokens, masked):
+    native = build(case)
     wrapped = SkiplessForCausalLM.from_native(build(case))
     sizes = {0: torch.export.Dim("rows", min=2, max=64), 1: torch.export.Dim("length", min=2, max=512)}
     program = torch.export.export(
@@ -102,7 +127,7 @@ def test_an_exported_program_takes_any_length_and_padding(case, tokens, masked):
         mask = torch.ones_like(others)
         mask[1, :3] = 0
         logits = program(input_ids=others, attention_mask=mask, use_cache=False).logits
-        torch.testing.assert_close(logits, wrapped(others, attention_mask=mask).logits)
+        torch.testing.assert_close(logits, native(others, layout=Layout.left_padded(mask)))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -214,8 +239,10 @@ def trained(model: SkiplessForCausalLM, out: Path, resume: str | None = None, **
     settings = {"output_dir": str(out), "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2}
     settings |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 1, "logging_steps": 1}
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, TrainingArguments(**settings, **options), train_dataset=data)
+    trainer = Trainer(model, TrainingArguments(**settings, **options), train_dataset=data, eval_dataset=data)
     trainer.train(resume_from_checkpoint=resume)
+    with torch.no_grad():
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(float(model.model(rows[:, :-1], rows[:, 1:])), abs=1e-5)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 

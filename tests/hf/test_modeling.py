@@ -1,7 +1,9 @@
+import inspect
+
 import pytest
 import torch
 from tests.hf.conftest import build
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, MistralConfig, StaticCache
 
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import (
@@ -214,6 +216,14 @@ def test_position_ids_must_be_those_of_mask_and_cache(wrapped, tokens):
             wrapped(tokens, attention_mask=mask, position_ids=torch.arange(20)[None])
 
 
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_cache_that_forgets_is_refused(wrapped, tokens, kind):
+    window = MistralConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, sliding_window=8)
+    cache = kind(config=window, **({"max_cache_len": 40} if kind is StaticCache else {}))
+    with pytest.raises(ValueError, match=f"this {kind.__name__} keeps a sliding window"):
+        wrapped.generate(tokens, past_key_values=cache, max_new_tokens=3)
+
+
 def test_what_cannot_be_honoured_is_refused(wrapped, tokens):
     with pytest.raises(ValueError, match=r"must be \(3, 20\)"):
         wrapped(tokens, attention_mask=torch.ones(3, 19))
@@ -250,6 +260,14 @@ def test_resized_embeddings_stay_tied_and_keep_old_rows(wrapped, tokens):
 def test_the_bare_model_gives_hidden_states(any_native, tokens):
     wrapped = SkiplessModel.from_native(any_native)
     assert torch.equal(wrapped(tokens).last_hidden_state, any_native.hidden(tokens))
+    assert torch.equal(wrapped(inputs_embeds=any_native.embedding(tokens)).last_hidden_state, any_native.hidden(tokens))
+
+
+@pytest.mark.parametrize("kind", [SkiplessModel, SkiplessForSequenceClassification, SkiplessForTokenClassification])
+def test_tools_find_arguments_in_the_signature(kind):
+    """Trainer drops columns of the data that are not there."""
+    names = inspect.signature(kind.forward).parameters
+    assert {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache"} < set(names)
 
 
 @torch.no_grad()
