@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from skipless.paper.experiments import SCALES, Setting, Text
+from skipless.paper.index import FIGURES, IN_WORDS, PRINTED, results_index
 from skipless.paper.records import ResultsFolder
 from skipless.paper.runs import make_run
-from skipless.paper.tables import TABLES, as_json, gather, markdown, results_index
+from skipless.paper.tables import TABLES, as_json, gather, markdown
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "reproducing.md").read_text()
@@ -112,3 +113,16 @@ def test_every_run_in_the_logs_has_the_key_that_its_settings_give_today(log):
         numbers = (run["rate"], run["seed"], run["multiple"], run["measure"], run.get("embedding_rate"))
         found = make_run(table, table.arm(run["arm"]), setting, *numbers)
         assert found.key == run["key"], (run["item"], run["arm"])
+
+
+def test_the_index_has_every_figure_and_table_of_the_paper_in_order():
+    page = (ROOT / "results" / "README.md").read_text()
+    numbers = re.findall(r"^\| (Fig\. \d+|Table \d+)", page.split("## Claims that do not hold")[0], re.MULTILINE)
+    figures, tables = ([n for n in dict.fromkeys(numbers) if n.startswith(kind)] for kind in ("Fig.", "Table"))
+    assert figures == [f"Fig. {number}" for number in range(1, 16)]
+    assert tables == [f"Table {number}" for number in range(1, 8)]
+    assert {item.table for item in (*FIGURES, *PRINTED, *IN_WORDS)} <= {"", *TABLES}
+    for name in TABLES:
+        assert f"`skipless reproduce {name}" in page, name
+    failed = page.split("## Claims that do not hold")[1]
+    assert failed.count("\n| ") - 1 == sum(v.mark == "fail" for name in DONE for _, v in summary(name).verdicts)

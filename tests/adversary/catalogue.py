@@ -166,6 +166,7 @@ VALUES: list[list[str]] = [
     ),
     *(["reproduce", name] for name in ("nosuch", "", "base lines")),
     *(["reproduce", "baselines", "--data", name] for name in ("nosuch", "run", "tasks")),
+    ["reproduce", "c4", "--data", "data", "--other-text", "nosuch"],
     *spread("demo --out new", steps=NOT_POSITIVE, seed=("-1", HUGE, "x"), device=DEVICES),
     *spread("demo --steps 1", out=("text.txt", "data", "run")),
     *spread("report inspection.json", out=(".", "inspection.json", "text.txt/x.html")),

@@ -401,6 +401,17 @@ def test_list(reproduce) -> None:
     assert next(line for line in again.splitlines() if line.startswith("kernels ")).endswith("all")
 
 
+def test_runs_in_the_shape_of_c4_are_evaluated_on_another_text_too(reproduce, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("Tea is hot. " * 40)
+    reproduce("c4", "--arms", "pre-ln", "--other-text", str(other))
+    (record,) = ResultsFolder("results", "tiny").records.values()
+    window = TABLES["c4"].arm("pre-ln").experiment(SCALES["tiny"], Text(**record.text), 1e-3).train
+    assert (window.length, window.batch_size) == (4 * 16, 1)
+    assert 2.0 < record.measures["other_loss"] < 8.0
+    assert f"| Pre-LN | – | {record.measures['other_loss']:.3f} |" in Path("results/c4-tiny.md").read_text()
+
+
 def test_the_list_is_quick_and_needs_no_torch() -> None:
     """Over the committed results; seconds of the processor, whatever else the machine does."""
     code = """

@@ -171,15 +171,15 @@ def test_ratios_to_the_baseline(text: Text, fake) -> None:
     assert "| E-SPA, Muon |  | 2 | 4 | > 3 |" in page  # twice the steps, each of twice the time
     assert "| E-SPA, Adam |  | > 3 | > 3 | > 3 |" in page
     assert (
-        "|  | adam | muon | soap | muon-vo |\n|---|---|---|---|---|\n| pre-ln | 5.000 | 4.500 (< 0.5×) | – | – |"
-        in page
+        "|  | adam | muon | soap | muon-vo | muon-gain |\n|---|---|---|---|---|---|\n"
+        "| pre-ln | 5.000 | 4.500 (< 0.5×) | – | – | – |" in page
     )
-    assert "\n| e-spa | 6.900 (> 3×) | 5.359 (2×) | – | – |" in page
+    assert "\n| e-spa | 6.900 (> 3×) | 5.359 (2×) | – | – | – |" in page
     data = as_json(gather(table, setting, records))
     assert data["ratios"][2]["steps to the baseline"] == "2"
     assert data["glance"][:2] == [
-        ["", "adam", "muon", "soap", "muon-vo"],
-        ["pre-ln", "5.000", "4.500 (< 0.5×)", "–", "–"],
+        ["", "adam", "muon", "soap", "muon-vo", "muon-gain"],
+        ["pre-ln", "5.000", "4.500 (< 0.5×)", "–", "–", "–"],
     ]
     assert data["bands"][4] == {
         "claim": "e-spa/muon reaches the loss of pre-ln/adam in at most 2 times its steps",

@@ -118,7 +118,7 @@ def test_one_rate_tunes_nothing(text: Text, fake) -> None:
     assert {(record.rate, record.embedding_rate) for record in records.values()} == {(3e-5, 5e-3)}
     setting = Setting.of(SCALES["small"], text, rates=1)
     assert total(PLAIN, setting) == len(records) == 2
-    assert "The embedding's rate is 0.005 for all." in markdown(gather(PLAIN, setting, records))
+    assert "The embedding's rate is 0.005 for all and was not tuned." in markdown(gather(PLAIN, setting, records))
 
 
 def test_an_unfinished_embedding_sweep_names_no_best(setting: Setting, fake) -> None:
@@ -127,7 +127,7 @@ def test_an_unfinished_embedding_sweep_names_no_best(setting: Setting, fake) -> 
     assert outcome.best is None
     assert not outcome.failed
     assert [run.embedding_rate for run in outcome.missing] == [3e-3, 1e-2]
-    with pytest.raises(ValueError, match="e-spa of plain has no best rate yet"):
+    with pytest.raises(ValueError, match="e-spa has no best rate yet"):
         best_run(PLAIN, outcome, setting)
     assert "(sweep: 3 of 5)" in markdown(gather(PLAIN, setting, records))
 
@@ -142,11 +142,11 @@ def test_the_page_shows_both_rates(setting: Setting, fake) -> None:
     assert list(data["embedding_sweeps"]["e-spa"]) == ["0.003", "0.005", "0.01", "0.02", "0.03", "0.05"]
     assert json.loads(json.dumps(data)) == data
     alone = dataclasses.replace(PLAIN, embedding_rates=(1e-2,))
-    assert "The embedding's rate is 0.01 for all." in markdown(gather(alone, setting, {}))
+    assert "The embedding's rate is 0.01 for all and was not tuned." in markdown(gather(alone, setting, {}))
 
 
 def test_items_without_embedding_rates_are_as_before(setting: Setting, fake) -> None:
-    """Same runs, same keys, no words about it; a record of either kind of table serves both."""
+    """Same runs, same keys, one sentence about it; a record of either kind of table serves both."""
     plain, scale, text = dataclasses.replace(PLAIN, embedding_rates=()), setting.scale, setting.text
     runs = missing([plain], setting, {})
     assert {run.embedding_rate for run in runs} == {None}
@@ -155,7 +155,10 @@ def test_items_without_embedding_rates_are_as_before(setting: Setting, fake) -> 
     assert named.key == make_run(plain, plain.arms[0], setting, 3e-5).key
     other = PLAIN.arms[0].experiment(scale, text, 3e-5, embedding_rate=5e-3)
     assert run_key(other, text) != named.key
-    assert "embedding" not in markdown(gather(plain, setting, {}))
+    words = "The embedding's rate is 0.001 for all and was not tuned. Tuned, networks end 0.3 to 0.5 nats lower"
+    page = markdown(gather(plain, setting, {}))
+    assert words in page
+    assert page.count("embedding") == 1
     assert "embedding_sweeps" not in as_json(gather(plain, setting, {}))
     assert missing([plain], setting, {})[0].describe() == "plain: e-spa, rate 2e-05, seed 0"
     assert missing([PLAIN], setting, {})[0].describe() == "plain: e-spa, rate 2e-05, embedding 0.005, seed 0"

@@ -112,7 +112,7 @@ def test_at_the_largest_skip_weight_a_step_is_finite_or_refused(depth, gamma):
         assert all(np.isfinite(step.excess) and step.gamma_out > 0 for step in steps)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "geometric"])
+@pytest.mark.parametrize("schedule", ["linear", "quadratic", "geometric"])
 @pytest.mark.parametrize(("depth", "alpha", "initial"), [(1, 0.9, 0.008), (36, 0.98, 0.008), (36, 0.999, 0.5)])
 def test_at_the_largest_correlation_the_error_is_that_of_the_skip(depth, alpha, initial, schedule):
     rho = feasibility.largest_rho_final(alpha, depth, initial, schedule)
@@ -160,7 +160,7 @@ def test_feasible_correlations_with_skips(alpha, limit):
     assert all(before < after < 1 for before, after in steps)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "geometric"])
+@pytest.mark.parametrize("schedule", ["linear", "quadratic", "geometric"])
 @pytest.mark.parametrize("rho_initial", [0.0, 0.008, 0.3])
 def test_the_largest_correlation_is_where_a_branch_would_need_one(schedule, rho_initial):
     bound = feasibility.largest_rho_final(0.98, 32, rho_initial, schedule)
@@ -171,7 +171,7 @@ def test_the_largest_correlation_is_where_a_branch_would_need_one(schedule, rho_
         uniform.uniform_steps(above, 32, rho_initial, schedule, 0.98)
 
 
-@pytest.mark.parametrize("schedule", ["linear", "geometric"])
+@pytest.mark.parametrize("schedule", ["linear", "quadratic", "geometric"])
 def test_uniform_skips_compose_to_the_schedule(schedule):
     """α²Σ(ρ_{l−1}) + β²Σ(ρ_res) = Σ(ρ_l). Sec. 3.4."""
     rho = uniform.correlations(0.4, 12, 0.008, schedule)
@@ -205,7 +205,7 @@ def test_rounding_helpers_stay_on_the_feasible_side():
         (lambda: exponential.exponential_steps(0.1, 4, 1.0), "skip_weight is 1.0"),
         (lambda: exponential.exponential_steps(0.1, 4, -0.2), "skip_weight is -0.2"),
         (lambda: uniform.uniform_steps(0.005, 4, 0.008, "linear"), "use rho_final > 0.008"),
-        (lambda: uniform.correlations(0.5, 4, 0.0, "cubic"), "'linear' or 'geometric'"),
+        (lambda: uniform.correlations(0.5, 4, 0.0, "cubic"), "'linear', 'quadratic' or 'geometric'"),
     ],
 )
 def test_bad_values_are_named(call, words):

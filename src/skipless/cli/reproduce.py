@@ -24,7 +24,6 @@ from skipless.paper.tables import (
     count,
     gather,
     markdown,
-    results_index,
     rows,
     sample_text,
 )
@@ -286,7 +285,7 @@ def picture(summary: Summary) -> "Figure | None":
     from skipless.figures.training import ArmCurve, reproduction
 
     table, setting = summary.table, summary.setting
-    heading = Heading(table.title, f"{table.reference}; scale {setting.scale.name}, {setting.text.name}")
+    heading = Heading(table.title, f"{table.reference}; scale {setting.scale.name}, {setting.text.title}")
     if table.measure == "probes":
         return _stages(summary, heading)
     drawn = [ArmCurve(**each) for outcome in summary.outcomes.values() for each in curves(outcome, setting.scale)]
@@ -412,6 +411,9 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU 
 Tasks = Annotated[
     Path | None, typer.Option("--tasks-folder", help="Folder of the tasks' .jsonl files, for downstream.")
 ]
+OtherText = Annotated[
+    str | None, typer.Option("--other-text", help="Text, such as a sample of C4, that every run is evaluated on too.")
+]
 TablesOnly = Annotated[bool, typer.Option("--tables-only", help="Run nothing: make tables from the logs again.")]
 List = Annotated[bool, typer.Option("--list", help="Show tables, runs, what they cost and what is done.")]
 Index = Annotated[bool, typer.Option("--index", help="Write README.md in --out: every table, and whether it agrees.")]
@@ -429,6 +431,7 @@ def command(
     jobs: Jobs = 1,
     device: Device = None,
     tasks_folder: Tasks = None,
+    other_text: OtherText = None,
     tables_only: TablesOnly = False,
     list_: List = False,
     index: Index = False,
@@ -445,6 +448,8 @@ def command(
         show(out)
         return
     if index:
+        from skipless.paper.index import results_index
+
         folders = [ResultsFolder(out, name) for name in SCALES]
         check_output(out / INDEX, INDEX_MARK)
         write_output(out / INDEX, results_index(out, folders).encode())
@@ -452,6 +457,10 @@ def command(
         return
     names = tuple(name.strip() for name in arms.split(",") if name.strip())
     request = Request(tuple(tables or ()), scale, data, out, rates, seeds, names, tables_only)
-    limits = Limits(jobs, float("inf") if budget is None else budget, device, tasks_folder)
+    if other_text is not None:
+        from skipless.data.text import open_corpus
+
+        open_corpus(other_text)  # a wrong path is refused before anything is trained
+    limits = Limits(jobs, float("inf") if budget is None else budget, device, tasks_folder, other_text)
     if not run(request, limits):
         raise typer.Exit(1)

@@ -263,6 +263,26 @@ class Above:
         return _verdict(sample.mean - sample.half_range > self.bound, _show(sample))
 
 
+@dataclass(frozen=True)
+class Later:
+    """A claim that was added after some of its runs, beside one that passes too easily, or fails to say enough."""
+
+    claim: Claim
+
+    @property
+    def quantity(self) -> str:
+        """What the claim is about."""
+        return getattr(self.claim, "quantity", "train_loss")
+
+    def text(self) -> str:
+        """In words, marked."""
+        return f"(added after the first runs) {self.claim.text()}"
+
+    def judge(self, results: Results) -> Verdict:
+        """As the claim itself."""
+        return self.claim.judge(results)
+
+
 def _pair(results: Results, first: str, second: str, quantity: str) -> tuple[Sample, Sample] | None:
     samples = results.sample(first, quantity), results.sample(second, quantity)
     return None if samples[0] is None or samples[1] is None else (samples[0], samples[1])

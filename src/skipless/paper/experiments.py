@@ -137,7 +137,7 @@ class Arm:
     def outline(self, scale: "Scale", text: "Text") -> ModelConfig:
         """The same without its activation, for which nothing need be solved: enough for sizes and costs."""
         plain = _plain(self)
-        return plain.replace(**scale.sizes(plain), vocab_size=text.vocab_size)
+        return plain.replace(**scale.sizes(plain, self.corpus), vocab_size=text.vocab_size)
 
     def multiples_at(self, scale: "Scale") -> tuple[float, ...]:
         """Its step multiples, as far as they are run at this scale."""
@@ -185,7 +185,7 @@ class Arm:
 @functools.lru_cache(maxsize=1024)
 def _model(arm: Arm, scale: "Scale", text: "Text") -> ModelConfig:
     plain = _plain(arm)
-    changes = {**arm.changes, **scale.sizes(plain), "vocab_size": text.vocab_size}
+    changes = {**arm.changes, **scale.sizes(plain, arm.corpus), "vocab_size": text.vocab_size}
     if isinstance(plain.scheme, ExponentialSPA | UniformSPA):
         changes["scheme"] = dataclasses.replace(plain.scheme, repeat_rate=text.repeat_rate)
     return preset(arm.preset, **changes)
@@ -222,14 +222,21 @@ class Scale:
     judged: bool = True
     training: dict[str, Any] = field(default_factory=dict, hash=False)
 
-    def sizes(self, model: ModelConfig) -> dict[str, Any]:
+    def sizes(self, model: ModelConfig, corpus: str) -> dict[str, Any]:
         """Changes to a preset that bring it to this scale."""
         if not self.width:
             return {}
         width = self.width * model.width // PAPER_WIDTH
-        sizes = {"width": width, "heads": max(width // self.head_width, 1), "length": self.length}
+        sizes = {"width": width, "heads": max(width // self.head_width, 1), "length": self.window(corpus)[0]}
         hidden = model.hidden or 0
         return sizes if hidden in (0, 4 * model.width) else {**sizes, "hidden": hidden * width // model.width}
+
+    def window(self, corpus: str) -> tuple[int, int]:
+        """Length and rows of a batch. C4's is four times as long, as in App. H, with as many tokens in all."""
+        if not self.width:
+            return (2048, 8) if corpus == "c4" else (512, 16)
+        times = 4 if corpus == "c4" else 1
+        return times * self.length, max(self.batch_size // times, 1)
 
     def embedding(self, corpus: str) -> float:
         """The embedding's rate, one for all networks: App. H's, or the one of this scale."""
@@ -240,8 +247,9 @@ class Scale:
 
         A run of the usual length has no checkpoints, since only its log is wanted. Stopped early it saves one.
         """
+        length, batch_size = self.window(corpus)
         if not self.width:
-            steps, batch_size, length = (50_000, 8, 2048) if corpus == "c4" else (100_000, 16, 512)
+            steps = 50_000 if corpus == "c4" else 100_000
             return TrainConfig(round(multiple * steps), batch_size, length, seed=seed, log_every=100, eval_every=5_000)
         steps = round(multiple * self.steps)
         usual: dict[str, Any] = {
@@ -250,7 +258,7 @@ class Scale:
             "checkpoint_every": self.steps if multiple >= 2.0 else 0,
             "keep": 1,
         }
-        return TrainConfig(steps, self.batch_size, self.length, seed=seed, **usual | self.training)
+        return TrainConfig(steps, batch_size, length, seed=seed, **usual | self.training)
 
 
 _ON_A_CPU = {"precision": "fp32", "compile": False, "impl": "sdpa", "log_every": 1}
@@ -272,7 +280,7 @@ SCALES = {
             training={**_ON_A_CPU, "ema": 0.5, "eval_tokens": 32},
         ),
         Scale(
-            "small", 1500, 256, 64, 256, 32, longest=5.0, training={**_ON_A_GPU, "ema": 0.01, "eval_tokens": 131_072}
+            "small", 1500, 256, 64, 256, 32, longest=10.0, training={**_ON_A_GPU, "ema": 0.01, "eval_tokens": 131_072}
         ),
         Scale(
             "medium",
@@ -288,6 +296,9 @@ SCALES = {
         Scale("paper", rates=5, seeds=3),
     )
 }
+
+
+CORPORA = {"train-00": "Wikipedia"}  # texts by the name of their file, as logs have it
 
 
 @dataclass(frozen=True)
@@ -331,9 +342,15 @@ class Text:
         """All but the folder, which is another one on another machine."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "folder"}
 
+    @property
+    def title(self) -> str:
+        """Its name as a reader knows it, and its size: "Wikipedia (train-00), 28.9M tokens"."""
+        name = f"{CORPORA[self.name]} ({self.name})" if self.name in CORPORA else self.name
+        return f"{name}, {self.tokens / 1e6:.1f}M tokens"
+
     def describe(self) -> str:
         """In words, for a table's head."""
-        return f"{self.name}, {self.tokens / 1e6:.1f}M tokens of {self.vocab_size:,} kinds (unigram {self.unigram:.2f})"
+        return f"{self.title} of {self.vocab_size:,} kinds (unigram {self.unigram:.2f})"
 
 
 _MOST_RUNS = 1000  # of one arm

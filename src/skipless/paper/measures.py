@@ -95,3 +95,13 @@ def task_measures(folder: Path, tasks: Path | None, device: str) -> dict[str, fl
     scores = score_tasks(subject.model, subject.tokenizer, asked, length=length)
     values = {name: 100.0 * score.accuracy for name, score in scores.items()}
     return {**values, "mean_accuracy": sum(values.values()) / len(values)}
+
+
+def other_loss(run: Run, folder: Path, corpus: str, device: str) -> float:
+    """The loss per token of a finished run on another text, on as many tokens as it validates on at most."""
+    from skipless.training.evaluate import Windowing, evaluate_text
+    from skipless.training.load import load_model
+
+    subject = load_model(folder, device=device)
+    windowing, most = Windowing(subject.length), run.experiment.train.eval_tokens
+    return evaluate_text(subject.model, subject.tokenizer, corpus, windowing, max_tokens=most).loss

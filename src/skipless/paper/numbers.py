@@ -114,6 +114,7 @@ TABLE_3: dict[int, dict[float, float]] = {
 
 # Table 6, zero-shot accuracy in per cent after 50K steps on C4, or so many times as many.
 TASKS = ("boolq", "hellaswag", "winogrande", "piqa", "siqa")
+CHANCE = (50.0 + 25.0 + 50.0 + 50.0 + 100.0 / 3.0) / 5.0  # of guessing, over the five
 TABLE_6: dict[tuple[str, float], tuple[float, ...]] = {
     ("pre-ln", 1.0): (60.9, 29.1, 52.5, 62.2, 41.9),
     ("v-skipinit", 1.0): (38.7, 25.8, 51.6, 56.0, 39.0),

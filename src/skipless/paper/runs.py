@@ -419,12 +419,13 @@ _MOST_JOBS = 256  # processes
 
 @dataclass(frozen=True)
 class Limits:
-    """How to work: runs side by side, seconds in all, device, and the folder of tasks."""
+    """How to work: runs side by side, seconds in all, device, the folder of tasks, and a text to evaluate on too."""
 
     jobs: int = 1
     budget: float = float("inf")
     device: str | None = None
     tasks: Path | None = None
+    other_text: str | None = None
 
     def __post_init__(self):
         if not 1 <= self.jobs <= _MOST_JOBS:

@@ -33,6 +33,12 @@ SKIPS = PaperTable(
 )
 
 
+_SHAPE = (
+    '32 blocks, and windows four times as long as in other tables, on the text that is named below. "Other loss" is on '
+    "the text of --other-text, such as a sample of C4."
+)
+
+
 def _c4(name: str, label: str, core: bool = True) -> Arm:
     printed = (Printed("Table 2", "valid_perplexity", numbers.TABLE_2[name]),) if name in numbers.TABLE_2 else ()
     return Arm(name, label, f"c4/{name}", printed=printed, core=core)
@@ -40,7 +46,7 @@ def _c4(name: str, label: str, core: bool = True) -> Arm:
 
 C4 = PaperTable(
     "c4",
-    "Networks without skips, beside Pre-LN, on C4",
+    "Networks without skips, beside Pre-LN, in C4's shape",
     "Fig. 4a and 13",
     (_c4("e-spa", "E-SPA"), _c4("pre-ln", "Pre-LN"), _c4("u-spa", "U-SPA"), _c4("v-skipinit", "V-SkipInit")),
     (
@@ -48,13 +54,17 @@ C4 = PaperTable(
         Lower("e-spa", "u-spa", 0.05, "valid_loss"),
         Lower("e-spa", "v-skipinit", 0.05, "valid_loss"),
         Lower("pre-ln", "e-spa", 0.2, "valid_loss"),
+        Lower("e-spa", "u-spa", 0.05),
+        Lower("e-spa", "v-skipinit", 0.05),
+        Lower("pre-ln", "e-spa", 0.2),
     ),
-    quantities=("valid_perplexity", "train_loss"),
+    quantities=("valid_perplexity", "train_loss", "other_loss"),
+    note=_SHAPE,
 )
 
 C4_SKIPS = PaperTable(
     "c4-skips",
-    "Kinds of skips on C4, with and without norms",
+    "Kinds of skips in C4's shape, with and without norms",
     "Table 2, with the weights of Table 7",
     (
         _c4("e-spa-skip", "E-SPA, normalised, no LN"),
@@ -75,8 +85,12 @@ C4_SKIPS = PaperTable(
         Lower("e-spa-skip", "skip", 0.0, "valid_loss"),
         Lower("e-spa-skip", "stable", 0.0, "valid_loss"),
         Lower("pre-ln", "skipinit", 0.05, "valid_loss"),
+        Lower("e-spa-skip", "u-spa-skip", 0.05, "valid_loss"),
+        Lower("e-spa-skip-ln", "u-spa-skip-ln", 0.05, "valid_loss"),
+        Lower("skipinit-ln", "skipinit", 0.1, "valid_loss"),
     ),
-    quantities=("valid_perplexity", "train_loss"),
+    quantities=("valid_perplexity", "train_loss", "other_loss"),
+    note=_SHAPE,
 )
 
 
@@ -96,14 +110,18 @@ STABLE = PaperTable(
         _stable(0.1, norm=False),
         _stable(0.2, norm=True),
         _stable(0.05, norm=False),
+        _stable(0.15, norm=False, core=False),
         _stable(0.2, norm=False, core=False),
         _stable(0.05, norm=True, core=False),
         _stable(0.1, norm=True, core=False),
+        _stable(0.15, norm=True, core=False),
     ),
     (
         Match("stable-ln-0.2", "pre-ln", 0.1),
         Lower("pre-ln", "stable-0.1"),
         Lower("stable-0.1", "stable-0.05"),
+        Lower("stable-0.1", "stable-0.2"),
+        Lower("stable-ln-0.2", "stable-ln-0.05"),
     ),
 )
 
@@ -126,13 +144,24 @@ SEPARATE = PaperTable(
         _one_skip("mlp-0.97", "MLP α = 0.97", Skip(), _NORMALISED(0.97)),
         _one_skip("attention-0.98", "attention α = 0.98", _NORMALISED(0.98), Skip()),
         _PRE_LN,
-        _one_skip("mlp-0.9", "MLP α = 0.9", Skip(), _NORMALISED(0.9), core=False),
-        _one_skip("attention-0.99", "attention α = 0.99", _NORMALISED(0.99), Skip(), core=False),
+        *(
+            _one_skip(f"mlp-{alpha:g}", f"MLP α = {alpha:g}", Skip(), _NORMALISED(alpha), core=False)
+            for alpha in (0.9, 0.98, 0.99)
+        ),
+        *(
+            _one_skip(f"attention-{alpha:g}", f"attention α = {alpha:g}", _NORMALISED(alpha), Skip(), core=False)
+            for alpha in (0.9, 0.97, 0.99)
+        ),
     ),
     (
         Lower("mlp-0.97", "neither", 0.05),
         Lower("attention-0.98", "neither", 0.05),
         Lower("pre-ln", "mlp-0.97", 0.05),
         Lower("pre-ln", "attention-0.98", 0.05),
+        Lower("mlp-0.97", "mlp-0.99"),
+        Lower("mlp-0.9", "mlp-0.99"),
+        Lower("attention-0.98", "attention-0.9"),
+        Lower("attention-0.99", "attention-0.9"),
     ),
+    note="The paper prints no numbers: MLPs like weights of 0.9 or 0.97, attention 0.98 or 0.99.",
 )

@@ -27,7 +27,7 @@ import torch
 import skipless
 from skipless.files import reading, write_whole
 from skipless.paper.experiments import PaperTable, Setting
-from skipless.paper.measures import measured
+from skipless.paper.measures import measured, other_loss
 from skipless.paper.records import Record, ResultsFolder, record_of
 from skipless.paper.runs import CPU, H200, Limits, Listener, Run, missing, run_seconds
 from skipless.training import trainer
@@ -45,7 +45,10 @@ _SAVING = 0.05, 30.0  # share of the budget, and seconds at most, in which runs 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run, the folder it trains in, and how: device, seconds at most, how many runs side by side, folder of tasks."""
+    """A run, the folder it trains in, and how: device, seconds at most, how many runs side by side.
+
+    tasks: the folder of tasks; other_text: a text that it is evaluated on besides its own.
+    """
 
     run: Run
     folder: Path
@@ -53,6 +56,7 @@ class RunRequest:
     seconds: float = float("inf")
     jobs: int = 1
     tasks: Path | None = None
+    other_text: str | None = None
     quiet: bool = True
 
 
@@ -130,7 +134,8 @@ class Scheduler:
     def _request(self, run: Run) -> RunRequest:
         beside = 1 if run.exclusive else self.limits.jobs
         folder = self.results.run_folder(run.key)
-        return RunRequest(run, folder, self._device, self._left(), beside, self.limits.tasks)
+        limits = self.limits
+        return RunRequest(run, folder, self._device, self._left(), beside, limits.tasks, limits.other_text)
 
     def _take_in(self, worker: "Worker") -> None:
         """Write the record of the worker's run before its folder goes, or say that it failed."""
@@ -299,6 +304,9 @@ def run_one(request: RunRequest) -> Record | None:
         outcome |= _trained(request)
         if outcome.get("diverged_at") is None:
             outcome |= measured(run, folder, request.tasks, outcome["kind"])
+            if request.other_text is not None and not run.exclusive:
+                loss = other_loss(run, folder, request.other_text, outcome["kind"])
+                outcome["measures"] = {**outcome.get("measures", {}), "other_loss": loss}
     except OutOfTime:
         return None
     finally:
@@ -317,7 +325,8 @@ def _trained(request: RunRequest) -> dict[str, Any]:
     if (request.folder / FINISHED).is_file():  # an earlier call was killed between its end and its record
         return {"step_seconds": float("nan")}
     logger, run = logging.getLogger("skipless"), request.run
-    limits = RunLimits(seconds=request.seconds, weights=run.weights or run.measure == "tasks")
+    needed = run.weights or run.measure == "tasks" or request.other_text is not None
+    limits = RunLimits(seconds=request.seconds, weights=needed)
     before = logger.level
     if request.quiet:
         logger.setLevel(logging.ERROR)

@@ -132,14 +132,15 @@ def check_step_skip(name: str, block: int, value: float, lost: float, skip_weigh
 def largest_rho_final(skip_weight: float, depth: int, rho_initial: float, schedule: str) -> float:
     """The ρ_L at which the residual branch would need ρ_res = 1. Feasible values lie below it.
 
-    Every block needs α² < (1−ρ_l)/(1−ρ_{l−1}). Linear schedule: the last block binds,
-    (β² + α²ρ_0/L) / (β² + α²/L); geometric: 1 − (1−ρ_0) α^{2L}.
+    Every block needs α² < (1−ρ_l)/(1−ρ_{l−1}). Linear and quadratic schedule: the last block binds, which takes the
+    share s = 1/L or 1 − (1−1/L)² of the way: (β² + α²ρ_0 s) / (β² + α² s); geometric: 1 − (1−ρ_0) α^{2L}.
     """
     alpha2 = skip_weight**2
     beta2 = 1.0 - alpha2
     if schedule == "geometric":
         return 1.0 - (1.0 - rho_initial) * alpha2**depth
-    return (beta2 + alpha2 * rho_initial / depth) / (beta2 + alpha2 / depth)
+    last = 1.0 / depth if schedule == "linear" else 1.0 - (1.0 - 1.0 / depth) ** 2
+    return (beta2 + alpha2 * rho_initial * last) / (beta2 + alpha2 * last)
 
 
 def check_uniform_skip(

@@ -25,7 +25,7 @@ from skipless.theory.feasibility import (
     check_uniform_skip,
 )
 
-UniformSchedule = Literal["linear", "geometric"]
+UniformSchedule = Literal["linear", "quadratic", "geometric"]
 # From this location on the elementary tail below is accurate to 1e-12; sums run down from here.
 _TAIL_START = 16384
 # Below this ρ_in, W/U ≤ n ρ_in is nothing beside U's rounding at any length, and 1/ρ_in would overflow.
@@ -171,7 +171,7 @@ def steps_through(rhos: Sequence[float], rho_initial: float, skip_weight: float 
 
 
 def correlations(rho_final: float, depth: int, rho_initial: float, schedule: UniformSchedule) -> np.ndarray:
-    """ρ_0 … ρ_L: linear in depth (App. C), or "geometric", where 1−ρ_l falls by the same factor in every block."""
+    """ρ_0 … ρ_L: linear in depth (App. C), rising with its square, or "geometric": 1−ρ_l falls by the same factor."""
     check_depth(depth)
     check_correlation("rho_initial", rho_initial)
     check_correlation("rho_final", rho_final)
@@ -183,7 +183,9 @@ def correlations(rho_final: float, depth: int, rho_initial: float, schedule: Uni
     share = np.arange(depth + 1, dtype=np.float64) / depth
     if schedule == "linear":
         return rho_initial + share * (rho_final - rho_initial)
+    if schedule == "quadratic":
+        return rho_initial + share**2 * (rho_final - rho_initial)
     if schedule == "geometric":
         fall = np.log1p(-rho_final) - np.log1p(-rho_initial)
         return -np.expm1(np.log1p(-rho_initial) + share * fall)
-    raise ValueError(f"schedule is {schedule!r}; it must be 'linear' or 'geometric'")
+    raise ValueError(f"schedule is {schedule!r}; it must be 'linear', 'quadratic' or 'geometric'")
