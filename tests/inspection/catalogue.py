@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -317,11 +317,11 @@ ARCHITECTURES: dict[str, Callable[[Size], Case]] = {
 }
 
 
-def build(architecture: str, size: Size | None = None) -> Case:
+def build(architecture: str | Callable[[Size], Case], size: Size | None = None) -> Case:
     """The network as it starts, in evaluation mode."""
     size = size or Size()
     torch.manual_seed(size.seed)
-    case = ARCHITECTURES[architecture](size)
+    case = (ARCHITECTURES[architecture] if isinstance(architecture, str) else architecture)(size)
     case.model.eval()
     return case
 
@@ -381,12 +381,13 @@ def parameter(block: nn.Module, role: str) -> tuple[str, Tensor] | None:
 @dataclass(frozen=True, eq=False)
 class Fault:
     """plant(case, stack, at) puts it into block `at` (from 0) of a stack and gives words of the cause, one of which
-    must be in the verdict or the advice; None where the architecture has no place for it. `whole`: of the network."""
+    must be in the verdict or the advice; None where the architecture has no place for it. `whole`: of the network.
+    `noted`: a note names it, since it may be meant or no signal is lost."""
 
     plant: Callable[[Case, str, int], tuple[str, ...] | None]
     whole: bool = False
     fixed: int | None = None
-    only: Callable[[str, Case], bool] = field(default=lambda name, case: True)
+    noted: bool = False
 
 
 def _of(out: Any) -> Tensor:
@@ -747,7 +748,7 @@ FAULTS: dict[str, Fault] = {
     "flat": scaling(1e-12, "uniform", "q_proj", "q.weight", "query"),
     "sink": scores(lambda s: s + 1e4 * (_TRIANGLE == 0), "first"),
     "identity": scores(lambda s: s + 1e4 * torch.eye(LENGTH), "itself"),
-    "no positions": Fault(no_positions, whole=True),
+    "no positions": Fault(no_positions, whole=True, noted=True),
     "embedding zero": embedding(zero, "batch itself", "embedding"),
     "embedding nan": embedding(times(math.nan), "embedding"),
     "two zero values": two(weights("value", zero)),

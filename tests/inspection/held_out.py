@@ -50,7 +50,7 @@ def _olmo2(size: Size) -> Case:
 
 def _modernbert(size: Size) -> Case:
     """Local and global attention in turn, gated MLP, no norm before the first attention."""
-    ids = {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
     config = transformers.ModernBertConfig(vocab_size=VOCABULARY, **_sizes(size), **ids)
     return Case(transformers.ModernBertForMaskedLM(config), tokens(size.seed), ("model.layers",))
 
@@ -166,7 +166,9 @@ class _Attending(TorchFunctionMode):
         return self.change(func, q, k, v, seen, scale)
 
 
-def attention(change: Callable[..., Tensor], causal: tuple[str, ...], otherwise: tuple[str, ...] | None) -> Fault:
+def attention(
+    change: Callable[..., Tensor], causal: tuple[str, ...], otherwise: tuple[str, ...] | None, *, noted: bool = False
+) -> Fault:
     """Attention of a block that is done in another way; `otherwise`: the words where a block may see what follows, or
     None where there the mistake cannot be made."""
 
@@ -184,7 +186,7 @@ def attention(change: Callable[..., Tensor], causal: tuple[str, ...], otherwise:
         block.forward = changed
         return words
 
-    return Fault(plant)
+    return Fault(plant, noted=noted)
 
 
 def _mixed(attend, q, k, v, seen, scale):
@@ -314,14 +316,16 @@ def _untied(case: Case, stack: str, at: int):
 
 _SEES_FUTURE = ("future",)
 FAULTS: dict[str, Fault] = {
-    "no 1/√d": attention(
+    "scale forgotten": attention(
         lambda attend, q, k, v, seen, scale: attend(q, k, v, attn_mask=seen, scale=scale * q.shape[-1] ** 0.5),
         ("scale", "scores", "one location", "one key"),
         ("scale", "scores", "one location", "one key"),
     ),
     "heads mixed with locations": attention(_mixed, _SEES_FUTURE, ("location", "order", "mix")),
-    "softmax over queries": attention(_over_queries, _SEES_FUTURE, ("softmax", "sum to", "attention")),
-    "no softmax": attention(_no_softmax, ("softmax", "attention", "attn"), ("softmax", "attention", "attn")),
+    "softmax over queries": attention(_over_queries, _SEES_FUTURE, ("softmax", "sum to", "attention"), noted=True),
+    "no softmax": attention(
+        _no_softmax, ("softmax", "attention", "attn"), ("softmax", "attention", "attn"), noted=True
+    ),
     "mask of the wrong sign": attention(_wrong_sign, _SEES_FUTURE, None),
     "mask of zeros and ones": attention(_zeros_and_ones, _SEES_FUTURE, None),
     "keys and values detached": attention(
@@ -330,8 +334,8 @@ FAULTS: dict[str, Fault] = {
         ("no gradient", "detach"),
     ),
     "shortcut detached": through(lambda before, x: x - before + before.detach(), "detach", "shortcut"),
-    "block frozen": Fault(_frozen),
-    "dropout of one": Fault(_dropout),
+    "block frozen": Fault(_frozen, noted=True),
+    "dropout of one": Fault(_dropout, noted=True),
     "drawn 30 times too large": Fault(_thirty),
     "overflow in half precision": Fault(_overflow),
     "norm without epsilon": Fault(_no_epsilon),
@@ -340,8 +344,8 @@ FAULTS: dict[str, Fault] = {
         lambda x: F.layer_norm(x, x.shape[-1:]), ("shortcut", "factor on its output", "jumps", "drops", "norm")
     ),
     "attention over rows": Fault(_over_rows),
-    "block loaded twice": Fault(_loaded_twice),
-    "one position for all": Fault(_one_position, whole=True, fixed=0),
-    "head not tied": Fault(_untied, whole=True, fixed=0),
+    "block loaded twice": Fault(_loaded_twice, noted=True),
+    "one position for all": Fault(_one_position, whole=True, fixed=0, noted=True),
+    "head not tied": Fault(_untied, whole=True, fixed=0, noted=True),
 }
 assert LENGTH == 12  # the encoder of sound has 16 locations, so that attention across stacks is told apart

@@ -32,13 +32,14 @@ Weights = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 @dataclass(frozen=True)
 class AttentionStats:
     """Means over the queries that see more than one key, all heads and the first rows: entropy in nats; spread, the
-    entropy over that of a uniform distribution on the keys seen; first and own, the weight on the first key and on the
-    query's own location."""
+    entropy over that of a uniform distribution on the keys seen; first, own and ahead, the weight on the first key, on
+    the query's own location and on what follows it."""
 
     entropy: float
     spread: float
     first: float
     own: float
+    ahead: float
 
     @classmethod
     def of(cls, sums: Tensor) -> "AttentionStats":
@@ -48,7 +49,7 @@ class AttentionStats:
 
 
 def summed(shape: tuple[int, int, int, int], weights: Weights, device: torch.device) -> Tensor:
-    """[Σ entropy, Σ spread, Σ first, Σ own, count] of attention of `shape` (rows, heads, queries, keys).
+    """[Σ entropy, Σ spread, Σ first, Σ own, Σ ahead, count] of attention of `shape` (rows, heads, queries, keys).
 
     weights(row, queries) gives, for a row of the batch and the indices of some queries, the weights (heads, queries,
     keys), where nothing is seen any numbers at all, and which keys are visible, broadcastable to them.
@@ -56,7 +57,7 @@ def summed(shape: tuple[int, int, int, int], weights: Weights, device: torch.dev
     rows, heads, queries, keys = shape
     chosen = evenly(queries, device)
     step = max(_CHUNK // (8 * heads * keys), 1)
-    total = torch.zeros(5, device=device)
+    total = torch.zeros(6, device=device)
     for row in range(min(rows, MOST_ROWS)):
         for some in chosen.split(step):
             total = total + _sums(*weights(row, some), some + keys - queries)
@@ -76,8 +77,10 @@ def _sums(weights: Tensor, visible: Tensor, places: Tensor) -> Tensor:
     choosing = keys > 1
     entropy = torch.special.entr(weights).sum(-1)
     own = weights.gather(-1, places.clamp(min=0).expand(weights.shape[:-1])[..., None])[..., 0]
+    later = torch.arange(weights.shape[-1], device=weights.device) > places[:, None]
+    ahead = weights.where(later & visible, 0.0).sum(-1)
     spread = entropy / keys.clamp(min=2).to(entropy.dtype).log()
-    values = (entropy, spread, weights[..., 0], own, torch.ones_like(entropy))
+    values = (entropy, spread, weights[..., 0], own, ahead, torch.ones_like(entropy))
     return torch.stack([torch.where(choosing, value, 0.0).sum() for value in values])
 
 
@@ -166,7 +169,7 @@ def _seen(func, args: tuple, kwargs: dict, out) -> Tensor | None:
     if func is F.multi_head_attention_forward:
         return _of_torch_module(inspect.signature(func).bind(*args, **kwargs).arguments)
     square = isinstance(out, Tensor) and out.dim() in (3, 4) and out.shape[-1] == out.shape[-2] > 1
-    if func in _SOFTMAX and square:
+    if func in _SOFTMAX and square and _over_keys(args, kwargs, out.dim()):
         every = out if out.dim() == 4 else out[None, :MOST_ROWS]
         scores = (args[0] if args else kwargs["input"]).reshape(every.shape) if out.dim() == 4 else None
         rows, heads, length, _ = every.shape
@@ -179,6 +182,12 @@ def _seen(func, args: tuple, kwargs: dict, out) -> Tensor | None:
 
         return summed((rows, heads, length, length), weights, out.device)
     return None
+
+
+def _over_keys(args: tuple, kwargs: dict, dimensions: int) -> bool:
+    """Whether a softmax runs over its last axis."""
+    axis = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    return axis in (-1, dimensions - 1)
 
 
 def _of_call(  # noqa: PLR0913  (torch's own signature)

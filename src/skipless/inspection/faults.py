@@ -1,13 +1,14 @@
 """Faults of single blocks: what sets one apart from its siblings, and the parameter that does it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median, median_high, median_low
+from statistics import median, median_low
 
 from skipless.inspection.gradients import Weight
 from skipless.inspection.inspection import BlockSignal
+from skipless.inspection.siblings import apart, odd_parameters, others_than
 from skipless.theory.certificate import Verdict, VerdictKind
 
 # Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
@@ -17,14 +18,12 @@ _GRADIENT_JUMP = 1e6  # the same of squared gradients
 _INPUT_GRADIENT_JUMP = 1e10  # before the first block, whose norm divides by the size of a small embedding
 _UNDERFLOW = 1e-12  # below this squared gradients may come to 0 by rounding
 _DIP = 1e-4  # a gradient this much smaller than its siblings'
-_SIZE = 8.0  # a matrix this many times larger or smaller than its siblings
-_NORM_SIZE = 30.0  # the same of a norm's weights, which training moves further
-_BIAS = 1e3  # the same of a bias
 # 1 − spread of attention that is uniform up to rounding. A small embedding before the first norm comes to about 1e-5.
 _UNIFORM = 1e-9
 _SATURATED = 0.03  # spread of attention that chooses one key
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
+_WHOLE = 0.6  # `kept` where a shortcut is plainly there
 _LEFT, _KEPT = 0.25, 0.4  # `kept` of a block without its shortcut, and of its siblings
 
 
@@ -86,7 +85,7 @@ def first_fault(evidence: Evidence) -> Fault | None:
             found = rule(evidence, each)
             if found is not None:
                 return found
-    return _gradient_jump(evidence)
+    return _cut_shortcut(evidence) or _gradient_jump(evidence)
 
 
 def _fault(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault:
@@ -188,7 +187,7 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
 
 def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
-    for label, why in odd_parameters(evidence, each.block):
+    for label, why in odd_parameters(evidence.weights, evidence.cousins, each.block):
         kind: VerdictKind = "explosion" if "larger" in why else "vanishing"
         group = evidence.weights[each.block - 1][label].group
         follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
@@ -206,96 +205,9 @@ _FOLLOWS = {
 }
 
 
-def odd_parameters(evidence: Evidence, block: int) -> Iterator[tuple[str, str]]:
-    """(label, what is odd) of a block's parameters, as read from those of the same name in other blocks."""
-    if not evidence.weights:
-        return
-    own = evidence.weights[block - 1]
-    for label, weight in own.items():
-        every = {b: w[label] for b, w in enumerate(evidence.weights, start=1) if label in w}
-        if len(every) < 3:
-            every |= {-b: w[label] for b, w in enumerate(evidence.cousins, start=1) if label in w}
-        sizes = {b: w.size for b, w in every.items() if math.isfinite(w.size)}
-        if block not in sizes:
-            continue
-        if weight.matrix:
-            yield from _odd_matrix(label, weight, block, every, sizes)
-        elif weight.group == "norm" and not label.endswith("bias"):
-            if weight.size == 0 and _most(size > 0 for size in _others(sizes, block)):
-                yield label, "is zero, unlike those of the other blocks"
-            elif block in apart(sizes, _NORM_SIZE, low=False):
-                yield label, f"is {_times(sizes, block)} larger than those of the other blocks"
-            elif weight.size > 0.5 and not any(_others(sizes, block)) and len(sizes) > 2:  # one is added to it
-                yield label, f"is {weight.size:.3g} where those of the other blocks are zero"
-        elif (
-            label.endswith("bias")
-            and weight.size > 100
-            and weight.size > _BIAS * median(_others(sizes, block) or [1.0])
-        ):
-            yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
-
-
-def _odd_matrix(
-    label: str, weight: Weight, block: int, every: Mapping[int, Weight], sizes: Mapping[int, float]
-) -> Iterator[tuple[str, str]]:
-    others = _others(sizes, block)
-    if weight.size == 0:
-        if not others:  # zero queries are a known way to start
-            if weight.group in ("key", "value", "output", "mlp"):
-                yield label, "is zero"
-        elif _most(size > 0 for size in others):
-            yield label, "is zero, unlike those of the other blocks"
-        elif weight.group == "value":  # zero queries and outputs are known ways to start; values are not
-            yield (
-                label,
-                f"is zero, as in {len(sizes) - sum(size > 0 for size in sizes.values())} of {len(sizes)} blocks",
-            )
-    elif weight.empty > 0 and _most(each.empty == 0 for b, each in every.items() if b != block) and others:
-        yield label, f"has {weight.empty} rows or columns that are all zero (a head or an expert that is out of use)"
-    elif len(sizes) > 2:
-        for low, word in ((False, "larger"), (True, "smaller")):
-            if block in apart(sizes, _SIZE, low=low):
-                yield label, f"is {_times(sizes, block)} {word} than those of the other blocks"
-
-
-def _others(sizes: Mapping[int, float], block: int) -> list[float]:
-    return [size for b, size in sizes.items() if b != block]
-
-
-def _most(facts) -> bool:
-    facts = list(facts)
-    return 2 * sum(facts) > len(facts)
-
-
-def _times(sizes: Mapping[int, float], block: int) -> str:
-    ratio = sizes[block] / median(_others(sizes, block))
-    return f"{max(ratio, 1 / ratio):.3g} times"
-
-
-def apart(numbers: Mapping[int, float], factor: float, *, low: bool) -> set[int]:
-    """Blocks whose number is `factor` times smaller (larger) than the median and than the nearest that are not so.
-
-    The second keeps out what changes with depth by degrees.
-    """
-    if len(numbers) < 3 and not (low and len(numbers) == 2 and min(numbers.values()) == 0):
-        return set()  # of two that differ either may be the odd one
-    middle = median_high(numbers.values()) if low else median_low(numbers.values())
-    if not 1e-12 < middle < math.inf:
-        return set()
-    far = {b for b, value in numbers.items() if (value * factor < middle if low else value > factor * middle)}
-    kept = [b for b in numbers if b not in far]
-    found = set()
-    for block in far:
-        beside = [max((b for b in kept if b < block), default=None), min((b for b in kept if b > block), default=None)]
-        near = [numbers[b] for b in beside if b is not None]
-        if all(numbers[block] * factor < value if low else numbers[block] > factor * value for value in near):
-            found.add(block)
-    return found
-
-
 def _suspect(evidence: Evidence, each: BlockSignal) -> str:
     """A sentence that names the block's odd parameter, if it has one."""
-    odd = next(odd_parameters(evidence, each.block), None)
+    odd = next(odd_parameters(evidence.weights, evidence.cousins, each.block), None)
     return "" if odd is None else f" Its {odd[0]} {odd[1]}."
 
 
@@ -357,7 +269,7 @@ def _attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if spread is None or math.isnan(spread):
         return None
     place = f"Attention of block {each.block} ({each.name})"
-    others = _others(evidence.numbers(lambda s: s.attention_spread), each.block)
+    others = others_than(evidence.numbers(lambda s: s.attention_spread), each.block)
     if spread < _SATURATED and (not others or median(others) > 10 * _SATURATED):
         where, first, own = "on one key, whatever they hold", each.attention_first or 0.0, each.attention_own or 0.0
         where = "on the first location" if first > 0.99 else "on itself" if own > 0.99 else where
@@ -472,7 +384,7 @@ def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Fault 
 def _no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A location that is not itself any more after one block, where the other blocks keep it."""
     kept = evidence.numbers(lambda s: s.kept)
-    others = _others(kept, each.block)
+    others = others_than(kept, each.block)
     if each.block not in kept or kept[each.block] > _LEFT or len(others) < 2:
         return None
     if median_low(others) < _KEPT and not (len(kept) < 6 and max(others) > _KEPT):
@@ -483,6 +395,43 @@ def _no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     )
     look = f"Look for the shortcut of {each.name}: a sum that is missing or misplaced, or locations in another order."
     return _fault(each, "collapse", text, look)
+
+
+def _cut_shortcut(evidence: Evidence) -> Fault | None:
+    """From the output backwards, the first shortcut that carries what is read, but no gradient back."""
+    back = evidence.numbers(lambda s: s.kept_back)
+    for each in reversed(evidence.signals[1:]):
+        others = others_than(back, each.block)
+        lost = (each.kept or 0.0) > _WHOLE and back.get(each.block, 1.0) < _LEFT
+        if lost and len(others) > 1 and median_low(others) > _WHOLE:
+            text = (
+                f"The shortcut of block {each.block} ({each.name}) hands no gradient back: of the one that reaches it, "
+                f"it keeps {back[each.block]:.2f}, the others {median(others):.2f}."
+            )
+            return _fault(each, "vanishing", text, f"Look at the shortcut of {each.name} for {_CUTS}.")
+    return None
+
+
+def _other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A shortcut with a factor that the others do not have: what is read is added twice, or is normalised."""
+    factors = evidence.numbers(lambda s: s.coefficient)
+    others = others_than(factors, each.block)
+    if each.block not in factors or len(others) < 2 or not median(others) > 0.5 or each.block == 1:
+        return None  # a first block may bring the embedding to another size, and learns to
+    usual = median(others)
+    varies = median(abs(factor / usual - 1.0) for factor in others)  # a trained network's may
+    ratio = factors[each.block] / usual
+    if not ratio > 1.5 + 4 * varies and not 0.25 < ratio < 0.8 - 4 * varies:
+        return None
+    text = (
+        f"Block {each.block} ({each.name}) passes on what it reads with a factor of {factors[each.block]:.2g}, the "
+        f"other blocks with {usual:.2g}."
+    )
+    look = (
+        f"Look for the shortcut of {each.name}: a sum that adds its input twice, a factor, or a norm on the stream "
+        "itself instead of on a branch."
+    )
+    return _fault(each, "explosion" if ratio > 1 else "vanishing", text, look)
 
 
 _LEAKS = {
@@ -520,4 +469,5 @@ _RULES = (
     _no_gradient,
     _locations_without_gradient,
     _no_shortcut,
+    _other_factor,
 )

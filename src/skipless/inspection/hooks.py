@@ -42,6 +42,8 @@ class Recorder:
         self.started = math.inf
         self.attached: dict[int, bool] = {}
         self._carries: dict[int, Tensor] = {}
+        self._handed: dict[int, Tensor] = {}
+        self._latest: tuple[int, Tensor] | None = None
         self._gradients: dict[int, Tensor] = {}
         self._returned: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
@@ -64,15 +66,24 @@ class Recorder:
         self._open.close()
         self._entered, self.current = None, None
 
+    def forget(self) -> None:
+        """Let go of the tensors that only the two passes need."""
+        self.last = self._latest = None
+
     @cached_property
     def stats(self) -> list[ActivationStats]:
         """Of what enters the first block, then of what leaves each."""
         return [each.numbers() for each in self.described]
 
     @property
-    def carries(self) -> dict[int, tuple[float, float]]:
-        """(carry, kept) as in BlockSignal, by block from 1."""
-        return {index: (carry, kept) for index, (carry, kept) in ((i, v.tolist()) for i, v in self._carries.items())}
+    def carries(self) -> dict[int, tuple[float, float, float]]:
+        """(carry, kept, coefficient) as in BlockSignal, by block from 1."""
+        return {index: (values[0], values[1], values[2]) for index, values in _listed(self._carries)}
+
+    @property
+    def handed(self) -> dict[int, float]:
+        """kept_back as in BlockSignal, by block from 1."""
+        return {index: values[1] for index, values in _listed(self._handed)}
 
     @property
     def gradients(self) -> dict[int, np.ndarray]:
@@ -209,8 +220,14 @@ class Recorder:
 
     def _arrived(self, index: int, gradient: Tensor, found: dict[int, Tensor]) -> None:
         with self.watch.around(gradient.device):
-            norms = torch.linalg.vector_norm(self._rows(gradient.detach()), dim=-1, dtype=wide(gradient)).square()
-            found.setdefault(index, norms)
+            rows = self._rows(gradient.detach())
+            found.setdefault(index, torch.linalg.vector_norm(rows, dim=-1, dtype=wide(gradient)).square())
+            if self.live:
+                return
+            if found is self._gradients:
+                self._latest = index, rows
+            elif self._latest is not None and self._latest[0] == index and self._latest[1].shape == rows.shape:
+                self._handed.setdefault(index, _carried(self._latest[1], rows))
 
     def _rows(self, x: Tensor) -> Tensor:
         return rows_first(x.movedim(1, -1) if self._channels else x, self._swapped)
@@ -222,16 +239,23 @@ _KEPT_NOISE = 0.1
 
 @torch.no_grad()
 def _carried(before: Tensor, after: Tensor) -> Tensor:
-    """[mean cosine of a location before and after a block, how much of its difference from the row's mean is kept].
+    """[mean cosine of a location before and after a block, how much of its difference from the row's mean is kept, with
+    what coefficient].
 
-    The second is the larger of a cosine and of a coefficient, ⟨x, y⟩/⟨x, x⟩. A block that adds much to little leaves a
-    coefficient of chance, about ‖y‖/‖x‖ over the root of the number of entries: NaN where that may be all of it.
+    The coefficient is ⟨x, y⟩/⟨x, x⟩; what is kept is the larger of it and of a cosine. A block that adds much to little
+    leaves a coefficient of chance, about ‖y‖/‖x‖ over the root of the number of entries: NaN where that may be all.
     """
     carry = F.cosine_similarity(before.float(), after.float(), dim=-1).mean()
     x, y = ((rows := z[:_KEPT_ROWS].to(wide(z))) - rows.mean(1, keepdim=True) for z in (before, after))
     noise = (y.norm() / x.norm()) / x.numel() ** 0.5
-    kept = torch.maximum((x * y).sum() / x.square().sum(), F.cosine_similarity(x, y, dim=-1).mean())
-    return torch.stack([carry.to(kept), torch.where((noise < _KEPT_NOISE) | (kept > 10 * noise), kept, math.nan)])
+    coefficient = (x * y).sum() / x.square().sum()
+    kept = torch.maximum(coefficient, F.cosine_similarity(x, y, dim=-1).mean())
+    sure = (noise < _KEPT_NOISE) | (kept > 10 * noise)
+    return torch.stack([carry.to(kept), kept.where(sure, math.nan), coefficient.where(sure, math.nan)])
+
+
+def _listed(numbers: Mapping[int, Tensor]) -> list[tuple[int, list[float]]]:
+    return [(index, values.tolist()) for index, values in numbers.items()]
 
 
 def _exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:

@@ -31,6 +31,7 @@ from skipless.inspection.inputs import (
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.prediction import predict
 from skipless.inspection.probes import Seen, Watched, probe
+from skipless.inspection.siblings import remarks, untied
 from skipless.inspection.stacks import Block, find_blocks, find_stacks
 from skipless.inspection.statistics import ActivationStats, InspectOptions
 from skipless.model import kernel_maps
@@ -86,7 +87,8 @@ def inspect(
         _found((name, model, thresholds), recorder, taken, weights, each)
         for recorder, each in zip(complete, seen, strict=True)
     ]
-    return _chosen(found, recorders)
+    whole = _chosen(found, recorders)
+    return replace(whole, notes=(*whole.notes, *untied(model)))
 
 
 def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: InspectOptions) -> Recorder:
@@ -119,7 +121,7 @@ def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> li
     found: dict[int, Seen] = {}
     for decoder in (False, True):
         chosen = [i for i, r in enumerate(recorders) if (read_by(batch, r.blocks[0][0]) is not batch) == decoder]
-        stacks = [Watched([block for _, block in recorders[i].blocks], recorders[i].swapped) for i in chosen]
+        stacks = [_watched(recorders[i]) for i in chosen]
         if not chosen:
             continue
         with evaluating(model), uncompiled(model):
@@ -130,6 +132,13 @@ def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> li
                 note = f"Whether it sees the future or other rows was not asked: {why}."
                 found |= dict.fromkeys(chosen, Seen({}, note=note))
     return [found[index] for index in range(len(recorders))]
+
+
+def _watched(recorder: Recorder) -> Watched:
+    """Its attention is masked where most of its blocks put no weight on what follows."""
+    ahead = [each.ahead for each in recorder.attention.values()]
+    masked = 2 * sum(weight == 0 for weight in ahead) > len(ahead)
+    return Watched([block for _, block in recorder.blocks], recorder.swapped, masked)
 
 
 def _found(
@@ -151,8 +160,9 @@ def _found(
     verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
     pictures = pictures if len({picture.shape for picture in pictures}) == 1 else []
-    notes = tuple(note for note in (seen.note, _BLIND if seen.ordered is False else "") if note)
-    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, notes)
+    notes = [note for note in (seen.note, _BLIND if seen.ordered is False else "") if note]
+    notes += remarks(recorder.blocks, signals, sizes)
+    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, tuple(notes))
 
 
 _BLIND = (
@@ -173,6 +183,7 @@ def _chosen(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
     notes = [*chosen.notes]
     for each in others:
         notes.append(f"{stack_name(each)}, {len(each.blocks) - 1} blocks, was inspected too: {each.verdict.words}.")
+        notes += [f"{stack_name(each)}: {note}" for note in each.notes if note not in chosen.notes]
     for each in recorders:
         if not each.complete:
             why = each.refused or "it did not run"
@@ -260,7 +271,7 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
             if last is not None and last.requires_grad and len(recorder.blocks) not in recorder.gradients:
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
         for recorder in recorders:
-            recorder.last = None
+            recorder.forget()
     return dict(zip((name for name, _ in every), taker.taken, strict=True))
 
 
@@ -290,9 +301,12 @@ def assemble(
                 parameter_gradients=gradients[index - 1].groups if index else {},
                 parameter_sizes=matrix_sizes(weights[index - 1]) if index else {},
                 attention_own=seen.own if seen else None,
+                attention_ahead=seen.ahead if seen else None,
                 kept=carries[index][1] if index in carries else None,
                 attached=recorder.attached.get(index),
                 gradient_back=None if back is None else float(back.mean(where=real)) / unit,
+                coefficient=carries[index][2] if index in carries else None,
+                kept_back=recorder.handed.get(index),
                 gradient_zeros=None if arrived is None else float((arrived == 0).mean(where=real)),
             )
         )

@@ -39,10 +39,13 @@ class BlockSignal:
     parameter_sizes: norm of the gradient, and root mean square of the matrices, by kind of parameter. predicted:
     theory's diagonal, cosine and gradient at initialisation, for models of this library. rounding: what half precision
     adds, over what tells locations apart (see `rounding`); None if it was not asked for. attention_own is the weight on
-    the query's own location. kept: as carry, of a location's difference from the mean one, or with what coefficient
-    that passes if it is larger; near 0 without a shortcut and where locations change places. attached: whether what the
-    block gives can hand a gradient back, None where that was not to be expected. gradient_back: as gradient_mean, of
-    what the block hands to the one before it. gradient_zeros: the share of locations at which no gradient arrives.
+    the query's own location, attention_ahead that on the locations behind it. kept: as carry, of a location's
+    difference from the mean one, or with what coefficient that passes if it is larger; near 0 without a shortcut and
+    where locations change places. attached: whether what the block gives can hand a gradient back, None where that was
+    not to be expected. gradient_back: as gradient_mean, of what the block hands to the one before it. gradient_zeros:
+    the share of locations at which no gradient arrives. coefficient: with what factor the block passes on what it
+    reads, 1 with a plain shortcut. kept_back: as kept, of the gradient that reaches the block in the one that it hands
+    back.
     """
 
     block: int
@@ -72,6 +75,9 @@ class BlockSignal:
     attached: bool | None = None
     gradient_back: float | None = None
     gradient_zeros: float | None = None
+    attention_ahead: float | None = None
+    coefficient: float | None = None
+    kept_back: float | None = None
 
     @property
     def query_key_gradient(self) -> float | None:

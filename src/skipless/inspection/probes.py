@@ -35,10 +35,12 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A stack that is probed: its blocks, and whether its stream is (T, rows, width)."""
+    """A stack that is probed: its blocks, whether its stream is (T, rows, width), and whether its attention is masked
+    so that it should see only what came before."""
 
     blocks: Sequence[nn.Module]
     swapped: bool = False
+    masked: bool = False
 
 
 @torch.no_grad()
@@ -62,7 +64,10 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
         changed[0, -1] = next(token for token in first if token != first[-1])
     causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
     before, after = (_states(model, _with_rows(batch, name, x), stacks) for x in (plain, changed))
-    found = [_seen(x, y, plain, causal) if x and y else Seen({}) for x, y in zip(before, after, strict=True)]
+    found = [
+        _seen(x, y, plain, causal or stack.masked) if x and y else Seen({})
+        for x, y, stack in zip(before, after, stacks, strict=True)
+    ]
     if any(each.leaks or each.ordered is False for each in found):
         again = _states(model, _with_rows(batch, name, plain), stacks)
         if any(_differ(x, y) for x, y in zip(before, again, strict=True)):
