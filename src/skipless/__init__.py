@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; the table below is wha
     from skipless.model.presets import preset
     from skipless.model.transformer import Transformer
     from skipless.nn.attention import ShapedAttention
+    from skipless.ops.activation import register_activation
     from skipless.ops.attention import shaped_attention
     from skipless.ops.layout import Layout
     from skipless.paper.recipes import recipe, train
@@ -64,6 +65,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "theory.shapes": ["AttentionShape"],
         "theory.shaping": ["dks", "tat"],
         "ops": [],
+        "ops.activation": ["register_activation"],
         "ops.attention": ["shaped_attention"],
         "ops.layout": ["Layout"],
         "nn": [],

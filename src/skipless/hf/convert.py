@@ -17,7 +17,7 @@ from skipless.model import kernel_maps
 from skipless.model.config import ModelConfig, check_names, named_activation
 from skipless.model.presets import REPEAT_RATE
 from skipless.model.transformer import Transformer
-from skipless.theory.activations import ShapedActivation
+from skipless.theory.activations import ShapedActivation, base_name
 from skipless.theory.feasibility import check_skip_weight, round_up, smallest_gamma_final
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention, ValueSkipInit
@@ -250,9 +250,9 @@ def _default_scheme(skip_weight: float, depth: int) -> Scheme:
 def _activation(asked: Any, depth: int, skip: Skip, mirrored: bool) -> ShapedActivation | str:
     """As asked for; else DKS-GELU where it exists: few blocks are too few for its targets, and need no shaping."""
     if asked is not None:
-        if not isinstance(asked, ShapedActivation | str):
+        if not (isinstance(asked, ShapedActivation | str) or callable(asked)):
             raise TypeError(f"activation is {asked!r}; give a name such as 'dks-gelu', or a ShapedActivation")
-        return asked
+        return asked if isinstance(asked, ShapedActivation | str) else base_name(asked)
     if skip.shortcut or mirrored:
         return "gelu"
     try:

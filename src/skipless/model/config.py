@@ -17,7 +17,7 @@ from skipless.console import nearest
 from skipless.files import parse_json
 from skipless.schema import build, shortened
 from skipless.theory import shaping
-from skipless.theory.activations import ShapedActivation, odd_factor
+from skipless.theory.activations import ShapedActivation, base_name, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention
 
@@ -30,10 +30,11 @@ Head = Literal["lm", "token", "pooled"]
 class ModelConfig:
     """A transformer of the paper or a relative of it. Defaults: vanilla E-SPA, 36 blocks of width 1024.
 
-    activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …); the solved constants are stored, so that
-    loading needs no solver. None means dks-gelu, in networks too shallow for ξ = 5 with the largest ξ that they allow;
-    plain gelu for mirrored MLPs. hidden=0 means attention-only, with no activation to solve. length is the training
-    length: calibrations and presets use it, and only calibrations "exact" and "mlp-aware" forbid longer sequences.
+    activation may be given by name ("dks-gelu", "tat-leaky_relu", "gelu", …), or as a function that
+    `register_activation` has named; the solved constants are stored, so that loading needs no solver. None means
+    dks-gelu, in networks too shallow for ξ = 5 with the largest ξ that they allow; plain gelu for mirrored MLPs.
+    hidden=0 means attention-only, with no activation to solve. length is the training length: calibrations and presets
+    use it, and only calibrations "exact" and "mlp-aware" forbid longer sequences.
     query_key None means zero-query for SPA, normal otherwise. mlp_init None means as `init`; "mirrored" pairs hidden
     units of opposite sign, so that every MLP starts as an exact rotation of its input (docs/derivations.md).
     value_output="identity" leaves W_V and W_O out: attention mixes the input itself, split by head.
@@ -79,6 +80,8 @@ class ModelConfig:
         _check_sizes(self)
         _check_choices(self)
         given = self.activation
+        if given is not None and not isinstance(given, ShapedActivation | str):
+            given = base_name(given)  # a function of the user's own
         if not isinstance(given, ShapedActivation):
             object.__setattr__(self, "activation", _solved_activation(self, given))
         _check_mirrored(self, given)
@@ -273,9 +276,10 @@ def _check_kinds(config: ModelConfig) -> None:
     if type(config.scheme) is not SCHEMES.get(config.scheme.kind):
         name = type(config.scheme).__name__
         raise ValueError(f"scheme is a {name}, which no file could name: put @register_scheme('…') above its class")
-    if not isinstance(config.activation, ShapedActivation | str | None):
+    if not (isinstance(config.activation, ShapedActivation | str | None) or callable(config.activation)):
         raise ValueError(
-            f"activation is {config.activation!r}; it must be a name such as 'gelu', or a ShapedActivation"
+            f"activation is {config.activation!r}; it must be a name such as 'gelu', a ShapedActivation, or a function "
+            "that skipless.register_activation has named"
         )
     for name in ("attention_skip", "mlp_skip"):
         if not isinstance(value := getattr(config, name), Skip):

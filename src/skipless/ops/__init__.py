@@ -5,6 +5,7 @@ from skipless import lazy
 __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {
+        "activation": ["register_activation"],
         "attention": ["Rotation", "shaped_attention"],
         "bias": ["AttentionInputs", "BiasVectors"],
         "cross_entropy": ["linear_cross_entropy"],

@@ -7,11 +7,12 @@ DKS (Martens et al. 2021) and TAT (Zhang et al. 2022) leave the architecture alo
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
 
+from skipless import lazy
 from skipless.console import nearest
 from skipless.schema import check_own
 
@@ -19,12 +20,17 @@ Array = np.ndarray
 _RECTIFIED = ("relu", "leaky_relu")
 
 
-class _Smooth(NamedTuple):
-    """φ, φ' and φ'' of a base function that is analytic on the real line."""
+class Smooth(NamedTuple):
+    """φ, φ' and φ'' of a base function that is analytic on the real line.
+
+    odd_factor is c where φ(x) − φ(−x) = c·x for every x. source is the function that a user registered.
+    """
 
     value: Callable[[Array], Array]
     slope: Callable[[Array], Array]
     curvature: Callable[[Array], Array]
+    odd_factor: float | None = None
+    source: Callable | None = None
 
 
 def _logistic(x: Array) -> Array:
@@ -73,32 +79,62 @@ def _gelu_tanh_curvature(x: Array) -> Array:
     return _sech2(u) * (du + 0.5 * x * (ddu - 2 * np.tanh(u) * du**2))
 
 
-_SMOOTH: dict[str, _Smooth] = {
-    "gelu": _Smooth(
+_SMOOTH: dict[str, Smooth] = {
+    "gelu": Smooth(
         lambda x: x * _normal_cdf(x),
         lambda x: _normal_cdf(x) + x * _density(x),
         lambda x: (2 - x * x) * _density(x),
     ),
-    "gelu_tanh": _Smooth(lambda x: x * _logistic(2 * _gelu_gate(x)[0]), _gelu_tanh_slope, _gelu_tanh_curvature),
-    "identity": _Smooth(lambda x: 1.0 * x, np.ones_like, np.zeros_like),
-    "sigmoid": _Smooth(_logistic, _logistic_slope, _logistic_curvature),
-    "silu": _Smooth(
+    "gelu_tanh": Smooth(lambda x: x * _logistic(2 * _gelu_gate(x)[0]), _gelu_tanh_slope, _gelu_tanh_curvature),
+    "identity": Smooth(lambda x: 1.0 * x, np.ones_like, np.zeros_like),
+    "sigmoid": Smooth(_logistic, _logistic_slope, _logistic_curvature),
+    "silu": Smooth(
         lambda x: x * _logistic(x),
         lambda x: _logistic(x) + x * _logistic_slope(x),
         lambda x: 2 * _logistic_slope(x) + x * _logistic_curvature(x),
     ),
-    "sin": _Smooth(np.sin, np.cos, lambda x: -np.sin(x)),
-    "softplus": _Smooth(lambda x: np.logaddexp(0.0, x), _logistic, _logistic_slope),
-    "tanh": _Smooth(np.tanh, _sech2, lambda x: -2 * np.tanh(x) * _sech2(x)),
+    "sin": Smooth(np.sin, np.cos, lambda x: -np.sin(x)),
+    "softplus": Smooth(lambda x: np.logaddexp(0.0, x), _logistic, _logistic_slope),
+    "tanh": Smooth(np.tanh, _sech2, lambda x: -2 * np.tanh(x) * _sech2(x)),
 }
 
-BASE_NAMES: tuple[str, ...] = tuple(sorted((*_SMOOTH, *_RECTIFIED)))
+BASE_NAMES: tuple[str, ...] = tuple(sorted((*_SMOOTH, *_RECTIFIED)))  # ours; users may add their own
+
+
+def add_base(name: str, smooth: Smooth) -> None:
+    """Make φ known under a name that is free; `skipless.register_activation` makes all of this of a torch function."""
+    _SMOOTH[name] = smooth
+
+
+def own_base(name: str) -> Smooth | None:
+    """What a user registered under this name, or None."""
+    return _SMOOTH.get(name) if name not in BASE_NAMES else None
+
+
+def base_name(base: Any) -> str:
+    """The name of a base, which may be given by the function that was registered."""
+    if isinstance(base, str):
+        check_base(base)
+        return base
+    name = next((name for name, each in _SMOOTH.items() if callable(base) and each.source is base), None)
+    if name is None:
+        raise ValueError(
+            f"the activation is {base!r}; it must be a name, or a function that has one, so that a checkpoint can say "
+            "it: @skipless.register_activation('mine')"
+        )
+    return name
 
 
 def check_base(name: str) -> None:
-    """Refuse a name that is not in `BASE_NAMES`."""
-    if name not in BASE_NAMES:
-        raise ValueError(f"there is no activation {name!r}; {nearest(name, BASE_NAMES)}")
+    """Refuse a name that is neither ours nor registered."""
+    if name not in _SMOOTH and name not in _RECTIFIED:
+        lazy.import_extensions()
+    if name not in _SMOOTH and name not in _RECTIFIED:
+        near = nearest(name, sorted((*_SMOOTH, *_RECTIFIED)))
+        raise ValueError(
+            f"there is no activation {name!r}; {near}; one of your own is known once its code is imported: "
+            "`--import FILE.py` on the command line, `import` in Python"
+        )
 
 
 @dataclass(frozen=True)
@@ -176,7 +212,8 @@ def odd_factor(activation: ShapedActivation) -> float | None:
     β ≠ 0, breaks the symmetry of every φ but the identity: no smooth activation of DKS or TAT has such a c.
     """
     base, slope = activation.base, activation.negative_slope
-    factor = 1.0 + slope if base == "leaky_relu" else _ODD_FACTORS.get(base)
+    own = own_base(base)
+    factor = 1.0 + slope if base == "leaky_relu" else own.odd_factor if own is not None else _ODD_FACTORS.get(base)
     straight = base == "identity" or (base == "leaky_relu" and slope == 1.0)
     if factor is None or (activation.input_shift != 0.0 and not straight):
         return None

@@ -21,7 +21,7 @@ import numpy as np
 import scipy
 
 from skipless.theory import local_maps
-from skipless.theory.activations import ShapedActivation, check_base
+from skipless.theory.activations import ShapedActivation, base_name
 from skipless.theory.feasibility import round_down
 
 _WEAK_SCALE = 1e-2  # an α at which φ(αx + β) is as good as its third-order Taylor polynomial
@@ -43,14 +43,15 @@ class TooFewLayers(ValueError):
 
 
 @functools.cache  # the same few are asked for again and again
-def dks(base: str, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> ShapedActivation:
+def dks(base: str | Callable, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> ShapedActivation:
     """Deep Kernel Shaping: Q(1) = 1, Q'(1) = 1, C(0) = 0, and C'(1) = ψ with C'_f(1) = `xi` (Martens et al. 2021).
 
     `depth` counts the nonlinearities between input and output: one per transformer block. Several solutions exist; the
     one returned lies on the branch that starts at the linear network (α → 0 as ψ → 1), with the input shift nearest 0,
     and the positive one of a mirrored pair (tanh). On that branch β → β₀ where φ''(β₀)² + 2φ'(β₀)φ'''(β₀) = 0.
+    `base` is a name, or a function that `register_activation` has given one.
     """
-    _check_shapeable(base)
+    base = _shapeable(base)
     excess = local_slope(depth, xi, skip_weight) - 1
     branch = Branch(base, centred, lambda f: float(local_maps.c_slope(f)) - 1)
     solve = _dks_leaky_relu if base == "leaky_relu" else branch.solve
@@ -67,7 +68,7 @@ def dks(base: str, depth: int, xi: float = 5.0, skip_weight: float = 0.0) -> Sha
 
 @functools.cache
 def tat(
-    base: str,
+    base: str | Callable,
     depth: int,
     *,
     eta: float | None = None,
@@ -84,7 +85,7 @@ def tat(
     and φ''(β₀)² + √2·φ'(β₀)φ'''(β₀) = 0. The opposite sign solves the equations too, where φ' is small and αγ large;
     the `dks` package rejects such roots by αγ ≥ 2, for their unstable Q map.
     """
-    _check_shapeable(base)
+    base = _shapeable(base)
     if eta is not None and tau is not None:
         raise ValueError(f"give one target, not both eta={eta} and tau={tau}")
     if base == "leaky_relu":
@@ -184,7 +185,8 @@ class Branch:
         """φ̂ with Q(1) = 1, Q'(1) = 1, `shift_rule` and `measure`(φ̂) = `strength`, all to 1e-11; `BranchEnd` if none."""
         if not self._solved:
             weakest = min(strength, _WEAK_STRENGTH)
-            self._accept(weakest, self._linear_limit(weakest))
+            if not self._accept(weakest, self._linear_limit(weakest)):
+                raise self._no_start()
         known = [s for s in self._solved if s <= strength]
         s = max(known) if known else min(self._solved)
         step = _STEP
@@ -201,6 +203,13 @@ class Branch:
         raw = ShapedActivation(self.base, input_scale=math.exp(point[0]), input_shift=point[1])
         shifted = replace(raw, output_shift=self.shift_rule(raw))
         return replace(shifted, output_scale=local_maps.variance_gain(shifted))
+
+    def _no_start(self) -> ValueError:
+        return ValueError(
+            f"{self.base!r} cannot be shaped: no input shift in [{_SHIFTS[0]:g}, {_SHIFTS[-1]:g}] makes a nearly "
+            f"linear network of it with Q'(1) = 1; use it as it is, activation={self.base!r}, or "
+            "another one such as 'gelu'"
+        )
 
     def _accept(self, strength: float, guess: np.ndarray) -> bool:
         """Solve for (log α, β) from `guess`, and remember the root if it is one and belongs to the same branch."""
@@ -229,6 +238,8 @@ class Branch:
         values = np.array([excess(beta) for beta in _SHIFTS])
         changes = np.flatnonzero(np.sign(values[:-1]) != np.sign(values[1:]))
         shifts = [scipy.optimize.brentq(excess, _SHIFTS[i], _SHIFTS[i + 1]) for i in changes]
+        if not shifts:
+            raise self._no_start()
         beta = min(shifts, key=lambda b: (round(abs(b), 6), -b))
         return np.array([math.log(_WEAK_SCALE) + 0.5 * math.log(strength / self.measure(weak(beta))), beta])
 
@@ -284,10 +295,11 @@ def _mean(raw: ShapedActivation, f: Callable[[np.ndarray], np.ndarray]) -> float
     return float(local_maps.expectation(f, order=local_maps.order_for(raw.input_scale)))
 
 
-def _check_shapeable(base: str) -> None:
-    check_base(base)
-    if base in ("relu", "identity"):
-        raise ValueError(f"{base!r} has no constant left to shape: use 'leaky_relu' or a smooth activation")
+def _shapeable(base: str | Callable) -> str:
+    name = base_name(base)
+    if name in ("relu", "identity"):
+        raise ValueError(f"{name!r} has no constant left to shape: use 'leaky_relu' or a smooth activation")
+    return name
 
 
 def _check_network(depth: int, skip_weight: float) -> None:
