@@ -129,7 +129,7 @@ def test_a_model_s_embedding_is_carried_over_and_nothing_else() -> None:
     model = GPT2LMHeadModel(gpt2())
     conversion = skipless.convert(model)
     assert conversion.config == convert(model.config).config
-    assert "the embedding is, scaled" in str(conversion)
+    assert "the embedding is carried over, scaled" in str(conversion)
     assert "no weight is carried over" in str(convert(model.config))
     own, rows = conversion.model.embedding.weight.detach(), model.get_input_embeddings().weight.detach()
     torch.testing.assert_close(own.square().sum(1).mean(), torch.tensor(1.0))

@@ -129,11 +129,11 @@ class Conversion:
     def __str__(self) -> str:
         config, source = self.config, self.source
         before, after = source.matrix_parameters / 1e6, config.matrix_parameters / 1e6
-        carried = (
-            "no weight is" if self.embedding is None else "the embedding is, scaled to the mean norm of a fresh one,"
-        )
+        carried = "no weight is carried over"
+        if self.embedding is not None:
+            carried = "the embedding is carried over, scaled to the mean norm of a fresh one"
         lines = [
-            f"{source.family} → skipless: a fresh network of the same sizes; {carried} carried over",
+            f"{source.family} → skipless: a fresh network of the same sizes; {carried}",
             f"  kept     {config.depth} blocks of width {config.width}, {config.heads} heads ({config.kv_heads} for "
             f"keys and values), vocabulary {config.vocab_size}, length {config.length}",
             f"  size     {before:.4g}M → {after:.4g}M parameters in matrices ({100 * (after / before - 1):+.1f} %)",

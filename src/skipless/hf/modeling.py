@@ -74,17 +74,21 @@ class SkiplessPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _settings(cls, config: SkiplessConfig) -> ModelConfig:
-        """The native configuration, with the head of this class; the config then says so too."""
+        """The native configuration. A classifier's head is its class's, of num_labels; the config then says so too."""
         if cls.native_head in ("token", "pooled"):
             config.head, config.classes = cls.native_head, config.num_labels
+        cls._check_head(config.head)
         return config.native()
+
+    @classmethod
+    def _check_head(cls, head: str) -> None:
+        if cls.native_head not in (None, head):
+            raise ValueError(f"head is {head!r}; {cls.__name__} wraps networks with head={cls.native_head!r}")
 
     @classmethod
     def from_native(cls, model: Transformer, tokenizer: Any = None) -> Any:
         """The wrapper of a native model, whose parameters it shares; special token ids come from the tokenizer."""
-        head = model.config.head
-        if cls.native_head not in (None, head):
-            raise ValueError(f"head is {head!r}; {cls.__name__} wraps networks with head={cls.native_head!r}")
+        cls._check_head(model.config.head)
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         ids = {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
         config = SkiplessConfig.from_native(model.config, dtype=model.embedding.weight.dtype, **ids)
@@ -260,13 +264,6 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
         self.lm_head.weight = self.model.embedding.weight
         self.post_init()
 
-    @classmethod
-    def _settings(cls, config: SkiplessConfig) -> ModelConfig:
-        settings = super()._settings(config)
-        if settings.head != "lm":
-            raise ValueError(f"head is {settings.head!r}; SkiplessForCausalLM wraps language models: head='lm'")
-        return settings
-
     @can_return_tuple
     def forward(  # noqa: PLR0913  (transformers' signature)
         self,
@@ -437,20 +434,19 @@ def _check_loaded(model: SkiplessPreTrainedModel, info: dict[str, Any], place: A
     }
     faults = [f"{_listed(names)} {words}" for words, names in found.items() if names]
     head, embedding = model.get_output_embeddings(), model.model.embedding.weight
-    if (
-        head is not None
-        and head.weight is not embedding
-        and head.weight.device == embedding.device != torch.device("meta")
-    ):
-        faults += (
-            [] if torch.equal(head.weight, embedding) else ["lm_head.weight other than the embedding it is tied to"]
-        )
+    if head is not None and head.weight is not embedding and _differ(head.weight, embedding):
+        faults.append("lm_head.weight other than the embedding it is tied to")
     if faults:
         raise ValueError(
             f"the weights in {place} are not those of this network: {'; '.join(faults)}. Load them with the config "
             "they were saved with; to start another network from some of them, build it and use "
             "load_state_dict(…, strict=False)"
         )
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Whether they hold other numbers; those that are offloaded cannot be asked."""
+    return one.device == other.device != torch.device("meta") and not torch.equal(one, other)
 
 
 def _listed(names: Iterable[str], most: int = 4) -> str:
