@@ -116,9 +116,9 @@ class Scheme(ABC):
         return ", ".join(f"{name} = {value}" for name, value in self.to_dict().items() if name != "kind")
 
     def to_dict(self) -> dict[str, Any]:
-        """Its kind and its fields, as JSON has them."""
-        plain = {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(self).items()}
-        return {"kind": self.kind, **plain}
+        """Its kind and its fields, as JSON has them; what is None is left out, so that old runs keep their names."""
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return {"kind": self.kind, **{n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}}
 
     @staticmethod
     def from_dict(data: Any) -> "Scheme":
