@@ -120,6 +120,7 @@ VALUES: list[list[str]] = [
         max_tokens=NOT_POSITIVE[:2] + NOT_POSITIVE[3:],
         length=("0", "-1", "x"),
         precision=("x", ""),
+        quantise=("x", "", "int9"),
         backend=("x",),
         device=DEVICES,
         tokenizer=("nosuch", "text.txt", "tasks"),

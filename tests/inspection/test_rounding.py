@@ -6,6 +6,7 @@ from torch import nn
 
 from skipless.inspection.inspect import rounding
 from skipless.model.presets import preset
+from skipless.model.quantise import quantised
 from skipless.model.transformer import Transformer
 
 TOKENS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(0))
@@ -82,9 +83,23 @@ def test_padding_is_left_out():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="use 'bf16' or 'fp16'"):
+    with pytest.raises(ValueError, match="use one of bf16, fp16, int8"):
         rounding(network("e-spa", depth=6), TOKENS, "fp32")
     with pytest.raises(ValueError, match="token ids run from"):
         rounding(network("e-spa", depth=6), TOKENS + 1000)
     with pytest.raises(ValueError, match="attention"):
         rounding(nn.Sequential(nn.Linear(2, 2)), TOKENS)
+
+
+def test_few_bits_are_rounded_by_block_too():
+    model = network("e-spa", depth=6)
+    bf16, fp8, int8 = (rounding(model, TOKENS, way)[-1] for way in ("bf16", "fp8", "int8"))
+    assert 0 < bf16 < int8 < fp8
+    with torch.no_grad():
+        exact = model.hidden(TOKENS)
+        with quantised(model.blocks, "int8"):
+            rounded = model.hidden(TOKENS)
+    expected = (rounded - exact).norm() / (exact - exact.mean(1, keepdim=True)).norm()
+    assert int8 == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(ValueError, match="precision is 'int9'; use one of bf16, fp16, int8"):
+        rounding(model, TOKENS, "int9")

@@ -13,6 +13,7 @@ from skipless.data.store import TokenStore
 from skipless.data.tokenizer import Bytes, ByteTokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.generate import Sampling, generate
+from skipless.model.quantise import quantised
 from skipless.model.transformer import Transformer
 from skipless.training.checkpoint import save_checkpoint, save_weights
 from skipless.training.config import DataConfig, Experiment, TrainConfig
@@ -58,6 +59,21 @@ def test_the_command_prints_a_run_s_validation_loss(run, model, folder):
     assert record["weights"].endswith("model.safetensors")
 
 
+def test_a_run_is_evaluated_with_rounded_matrices(run, model, folder):
+    arguments = ["eval", str(run), "--device", "cpu", "--json", "-"]
+    losses = {}
+    for name in ("int8", "int4-weights-tensor"):
+        result = CliRunner().invoke(app, [*arguments, "--quantise", name])
+        record = json.loads(result.stdout)
+        assert (record["options"]["quantise"], record["options"]["precision"]) == (name, "fp32")
+        with quantised(model.blocks, name):
+            expected = evaluate_loss(model, TokenLoader(TokenStore(folder, "valid"), 16, 8)).loss
+        losses[name] = record["texts"][str(folder)]["loss"]
+        assert losses[name] == pytest.approx(expected, rel=1e-6)
+    plain = evaluate_loss(model, TokenLoader(TokenStore(folder, "valid"), 16, 8)).loss
+    assert abs(losses["int8"] - plain) < abs(losses["int4-weights-tensor"] - plain)
+
+
 def test_a_run_is_evaluated_as_it_validated(run, model, folder):
     experiment = read_experiment(run).override("train.length=12", "data.packed=true")
     (run / "experiment.json").write_text(experiment.to_json())
@@ -87,7 +103,12 @@ def test_text_too_is_read_as_the_run_was_trained(run, model, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [(["--length", "0"], "--length is 0; it must be at least 1"), (["--tasks-folder", "."], "add --tasks all")],
+    [
+        (["--length", "0"], "--length is 0; it must be at least 1"),
+        (["--tasks-folder", "."], "add --tasks all"),
+        (["--quantise", "int9"], "no quantisation 'int9'; did you mean 'int8'"),
+        (["--quantise", "int8", "--backend", "lm-eval"], "--quantise is for the built-in scorer"),
+    ],
 )
 def test_options_that_would_be_ignored_are_refused(run, options, complaint):
     result = CliRunner().invoke(app, ["eval", str(run), "--device", "cpu", *options])

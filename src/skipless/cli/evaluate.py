@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +51,7 @@ class EvalOptions:
     device: str
     precision: Any
     download: bool
+    quantise: str | None = None
 
 
 _TEXT, _TASKS, _HOW = "Text", "Tasks", "How"
@@ -70,6 +72,9 @@ Tasks = Annotated[str | None, _option("boolq,hellaswag,winogrande,piqa,siqa, or 
 TasksFolder = Annotated[Path | None, _option("Folder of the tasks' .jsonl files, plain or packed.", _TASKS)]
 Limit = Annotated[int | None, _option("Questions per task (all).", _TASKS)]
 BackendName = Annotated[Backend, _option("Our own scorer (builtin), or lm-eval.", _TASKS)]
+Quantise = Annotated[
+    str | None, _option("Round the blocks' matrices: int8, int8-weights, int4-weights, nf4, fp8, … (not).", _HOW)
+]
 Length = Annotated[int | None, _option("Tokens the model sees at once (its training length).", _HOW)]
 TokenizerName = Annotated[str | None, _option("A .model file, prepared folder or 'bytes' (the model's own).", _HOW)]
 Device = Annotated[str | None, _option("cpu, cuda, … (a GPU where there is one).", _HOW)]
@@ -92,12 +97,14 @@ def command(
     tokenizer: TokenizerName = None,
     device: Device = None,
     precision: PrecisionName = None,
+    quantise: Quantise = None,
     download: Download = False,
     json_file: JsonFile = None,
 ) -> None:
     """Evaluate a trained model on text and on zero-shot tasks.
 
-    With neither --corpus nor --tasks: on the validation text of the data the run was trained on.
+    With neither --corpus nor --tasks: on the validation text of the data the run was trained on. --quantise rounds to
+    nearest, and then computes in fp32 unless --precision names another.
     """
     if length is not None and length < 1:
         raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
@@ -107,16 +114,34 @@ def command(
         open_corpus(corpus)  # a wrong path is refused before anything is loaded
     if json_file is not None and str(json_file) != "-":
         check_target(json_file, DATA_MARK)
+    if quantise is not None:
+        from skipless.model.quantise import quantisation
+
+        quantisation(quantise)
+        if backend is Backend.LM_EVAL:
+            raise ValueError("--quantise is for the built-in scorer; leave out --backend lm-eval")
+        precision = precision or Precision.FP32
     loaded = load_model(model, tokenizer, device)
     say(f"weights: {loaded.origin}")
     seen, place = loaded.length if length is None else length, str(loaded.model.embedding.weight.device)
-    options = EvalOptions(seen, loaded.packed, stride, separate, max_tokens, limit, place, precision, download)
-    texts = {} if tasks and corpus is None else _texts(loaded, corpus, options)
-    scores = _tasks(loaded, tasks, tasks_folder, backend, options) if tasks else {}
+    options = EvalOptions(
+        seen, loaded.packed, stride, separate, max_tokens, limit, place, precision, download, quantise
+    )
+    with _rounded(loaded, quantise):
+        texts = {} if tasks and corpus is None else _texts(loaded, corpus, options)
+        scores = _tasks(loaded, tasks, tasks_folder, backend, options) if tasks else {}
     if str(json_file) != "-":
         _print(texts, scores)
     if json_file is not None:
         _write(json_file, _record(loaded.origin, options, texts, scores, backend))
+
+
+def _rounded(loaded: LoadedModel, quantise: str | None) -> AbstractContextManager:
+    if quantise is None:
+        return nullcontext()
+    from skipless.model.quantise import quantised
+
+    return quantised(loaded.model.blocks, quantise)
 
 
 def _texts(loaded: LoadedModel, corpus: str | None, options: EvalOptions) -> "dict[str, EvalResult]":

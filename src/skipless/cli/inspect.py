@@ -43,11 +43,13 @@ _SMALLER, _FEWER = "make it smaller, e.g. with --width 256", "take fewer or shor
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-class Half(StrEnum):
+class Rounded(StrEnum):
     """What may be computed in beside the model's own precision."""
 
     BF16 = "bf16"
     FP16 = "fp16"
+    INT8 = "int8"
+    FP8 = "fp8"
 
 
 Model = Annotated[
@@ -64,7 +66,10 @@ Tokenizer = Annotated[
     str | None, typer.Option(help="A .model file, prepared folder or 'bytes' (the model's own, else bytes).")
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Everything as data; - is standard output.")]
-Rounding = Annotated[Half | None, typer.Option(help="Run it in this precision too: what does rounding add?")]
+Rounding = Annotated[
+    Rounded | None,
+    typer.Option(help="Run it in so few bits too, matrices and their inputs: what does rounding add?"),
+]
 Blocks = Annotated[str | None, typer.Option(help="Name of the list of blocks, if it is not found.")]
 
 
@@ -317,7 +322,7 @@ def _nearest_width(name: str, sizes: Mapping[str, int]) -> str:
     return f"; use --width {2 * heads * max(round(width / (2 * heads)), 1)}"
 
 
-def _inspected(asked: InspectArguments, blocks: str | None, device: str, half: Half | None) -> Inspection:
+def _inspected(asked: InspectArguments, blocks: str | None, device: str, half: Rounded | None) -> Inspection:
     from skipless.inspection.inspect import inspect, rounding, with_rounding
     from skipless.training.distributed import find_device
 
@@ -331,7 +336,7 @@ def _inspected(asked: InspectArguments, blocks: str | None, device: str, half: H
     return with_rounding(found, rounding(model, batch, half.value, blocks=[each.name for each in found.blocks[1:]]))
 
 
-def _report(found: Inspection, json_file: Path | None, figure: Path | None, half: Half | None) -> None:
+def _report(found: Inspection, json_file: Path | None, figure: Path | None, half: Rounded | None) -> None:
     from rich.console import Console
 
     to_stdout = str(json_file) == "-"

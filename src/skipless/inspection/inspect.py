@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from skipless.inspection.siblings import remarks, untied
 from skipless.inspection.stacks import Block, find_blocks, find_stacks
 from skipless.inspection.statistics import ActivationStats, InspectOptions
 from skipless.model import kernel_maps
+from skipless.model.quantise import QUANTISATIONS, quantised
 from skipless.model.transformer import Transformer
 from skipless.ops.precision import HALF, autocast
 from skipless.theory.certificate import Thresholds
@@ -385,23 +386,26 @@ def evaluating(model: nn.Module):
 def rounding(
     model: nn.Module,
     batch: Batch,
-    precision: Literal["bf16", "fp16"] = "bf16",
+    precision: str = "bf16",
     *,
     blocks: Sequence[str] | str | None = None,
 ) -> list[float]:
     """‖x̂ − x‖/‖x − x̄‖ after every block, first to last: what rounding adds, over what tells locations apart.
 
-    x is computed in the parameters' precision, x̂ under autocast in `precision`; x̄ is the mean of a row's locations,
+    x is computed in the parameters' precision, x̂ under autocast in `precision`, "bf16" or "fp16", or with matrices and
+    their inputs rounded as "int8", "fp8" and the others of skipless.model.quantise; x̄ is the mean of a row's locations,
     padding left out. What one block of a network without skips adds, all that follow hand on, so that it grows with
     depth. model, batch and blocks are as for `inspect`; the model is left as it was.
     """
-    if precision not in HALF:
-        raise ValueError(f"precision is {precision!r}; use 'bf16' or 'fp16'")
+    if precision not in (*HALF, *QUANTISATIONS):
+        raise ValueError(f"precision is {precision!r}; use one of {', '.join((*HALF, *QUANTISATIONS))}")
     model = unwrapped(model)
     check_batch(model, batch, None)
     batch = with_decoder_ids(model, batch, None)
     found = [block for _, block in find_blocks(model, blocks)]
-    exact, rounded = _outputs(model, batch, found, "fp32"), _outputs(model, batch, found, precision)
+    exact = _outputs(model, batch, found, "fp32")
+    with quantised(found, precision) if precision in QUANTISATIONS else nullcontext():
+        rounded = _outputs(model, batch, found, precision)
     mask = padding(batch)
     check_locations(exact[0], mask)
     return [_share(x, y, mask) for x, y in zip(exact, rounded, strict=True)]
