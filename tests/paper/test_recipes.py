@@ -12,7 +12,7 @@ from skipless.data.store import read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.model.config import ModelConfig
 from skipless.paper.experiments import SCALES, Text
-from skipless.paper.recipes import _path_of, plan, recipe, train, with_data
+from skipless.paper.recipes import _path_of, by_law, plan, recipe, train, with_data
 from skipless.paper.tables import TABLES
 from skipless.training.config import DataConfig, OptimizerConfig, TrainConfig
 from skipless.training.run import read_experiment
@@ -116,3 +116,18 @@ def test_a_mirrored_recipe_is_the_run_that_was_measured(name, arm):
     assert (found.model, found.optimizer) == (measured.model, measured.optimizer)
     assert (found.train.steps, found.train.batch_size, found.train.length) == (1500, 32, 256)
     assert found.train.warmup == measured.train.warmup
+
+
+def test_a_mirrored_recipe_of_another_size_has_the_measured_law():
+    """rate·depth stays, whatever the width; heads have 64 numbers. What is asked for stands."""
+    mirrored, paper = recipe("mirrored"), recipe("e-spa")
+    rate, depth = mirrored.optimizer.rate, mirrored.model.depth
+    sized = by_law(mirrored, {"model.depth": "72", "model.width": 512})
+    assert sized == {"optimizer.rate": rate * depth / 72, "model.heads": 8}
+    assert by_law(mirrored, {"model.depth": 216})["optimizer.rate"] == pytest.approx(rate * depth / 216, rel=2e-3)
+    assert by_law(mirrored, {"model.depth": depth})["optimizer.rate"] == rate
+    assert by_law(mirrored, {"model.depth": 72, "optimizer.rate": 1e-4}) == {}
+    assert by_law(mirrored, {"model.depth": 72, "optimizer.name": "adam"}) == {}
+    assert by_law(mirrored, {"model.width": 512, "model.heads": 4}) == {}
+    assert by_law(mirrored, {"model.width": 100, "model.depth": "deep"}) == {}
+    assert by_law(paper, {"model.depth": 72, "model.width": 512}) == {}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from skipless.data.store import read_manifest
-from skipless.paper.recipes import names, plan, with_data
+from skipless.paper.recipes import by_law, names, plan, with_data
 from skipless.training.config import Experiment, split_assignments
 
 
@@ -35,13 +35,15 @@ def command(
         raise ValueError("name a recipe, such as wikitext103/e-spa; `skipless train --list` shows all")
     if data is not None:
         read_manifest(data)  # a wrong path is refused before anything is solved
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     sizes = {"model.depth": depth, "model.width": width}
     values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])
     experiment, given = plan(recipe, data)
+    followed = {} if given else by_law(experiment, values)
     by_kind = not str(values.get("model.scheme", "{")).startswith("{")  # its other fields are nobody's choice
-    experiment, given = experiment.with_fields(values), given.union(values) - ({"model.scheme"} if by_kind else set())
+    experiment = experiment.with_fields(followed | values)
+    given = given.union(values) - ({"model.scheme"} if by_kind else set())
     if not show or experiment.data.folder is not None:
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         experiment = with_data(experiment, given=given)
     if show:
         print(experiment.to_json())

@@ -298,7 +298,7 @@ SCALES = {
 }
 
 
-CORPORA = {"train-00": "Wikipedia"}  # texts by the name of their file, as logs have it
+CORPORA = {"train-00": "Wikipedia", "parts": "Wikipedia"}  # texts by the name of their file or folder, as logs have it
 
 
 @dataclass(frozen=True)
