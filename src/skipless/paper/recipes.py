@@ -116,8 +116,9 @@ def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
     if not recipe.name.startswith("mirrored-"):
         return found
     depth, width = (str(values.get(name, "")) for name in ("model.depth", "model.width"))
-    if depth.isdecimal() and int(depth) and not {"optimizer.rate", "optimizer.name"} & set(values):
-        found["optimizer.rate"] = by_depth(recipe.optimizer.rate, int(depth), at=recipe.model.depth)
+    rate, asked = recipe.optimizer.rate, {"optimizer.rate", "optimizer.name"} & set(values)
+    if rate is not None and not asked and depth.isdecimal() and int(depth):
+        found["optimizer.rate"] = by_depth(rate, int(depth), at=recipe.model.depth)
     if width.isdecimal() and int(width) and int(width) % HEAD_WIDTH == 0 and "model.heads" not in values:
         found["model.heads"] = int(width) // HEAD_WIDTH
     if found:
