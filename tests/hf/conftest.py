@@ -20,6 +20,7 @@ CASES = {
     },
     "mirrored": {"mlp_init": "mirrored"},
     "identity-values": {"mlp_init": "mirrored", "value_output": "identity"},
+    "untied": {"tied_head": False},
     "bias-gain": {"bias_gain": True, "scheme": ExponentialSPA(gamma_final=0.1, repeat_rate=0.01)},
 }
 

@@ -257,6 +257,16 @@ def test_resized_embeddings_stay_tied_and_keep_old_rows(wrapped, tokens):
 
 
 @torch.no_grad()
+def test_an_unembedding_of_its_own_is_resized_too(tokens):
+    wrapped = SkiplessForCausalLM.from_native(build(tied_head=False))
+    wrapped.resize_token_embeddings(70, mean_resizing=False)
+    assert wrapped.lm_head.weight is wrapped.model.head.weight
+    assert wrapped(tokens).logits.shape == wrapped.model(tokens).shape == (3, 20, 70)
+    wrapped.config.tie_word_embeddings = True
+    with pytest.raises(ValueError, match="tie_word_embeddings is True and tied_head False"):
+        SkiplessForCausalLM(wrapped.config)
+
+
 def test_the_bare_model_gives_hidden_states(any_native, tokens):
     wrapped = SkiplessModel.from_native(any_native)
     assert torch.equal(wrapped(tokens).last_hidden_state, any_native.hidden(tokens))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.hf.conftest import build
 from tests.processes import Program
 from transformers import (
     AutoModel,
@@ -31,7 +32,7 @@ def test_a_round_trip_through_disk_is_exact_and_safe(any_native, tokens, tmp_pat
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(loaded, SkiplessForCausalLM)
     assert loaded.model.config == any_native.config
-    assert loaded.lm_head.weight is loaded.model.embedding.weight
+    assert loaded.lm_head.weight is (loaded.model.head or loaded.model.embedding).weight
     for name, value in any_native.state_dict().items():
         assert torch.equal(value, loaded.model.state_dict()[name]), name
     assert torch.equal(loaded(tokens).logits, any_native(tokens))
@@ -83,11 +84,20 @@ def test_missing_weights_are_refused_and_not_drawn_at_random(any_native, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(("tied", "gone"), [(True, "embedding"), (False, "embedding"), (False, "head")])
+def test_a_missing_embedding_or_head_is_refused(tied, gone, tmp_path):
+    """Though transformers has been told that lm_head is another name of one of them."""
+    SkiplessForCausalLM.from_native(build(tied_head=tied)).save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda weights: {n: w for n, w in weights.items() if n != f"model.{gone}.weight"})
+    with pytest.raises(ValueError, match=f"model.{gone}.weight missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_other_sizes_may_be_asked_for_and_the_rest_is_kept(any_native, tmp_path):
     SkiplessForCausalLM.from_native(any_native).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=61, ignore_mismatched_sizes=True)
     for name, value in loaded.model.state_dict().items():
-        assert torch.equal(value, any_native.state_dict()[name]) or name == "embedding.weight"
+        assert torch.equal(value, any_native.state_dict()[name]) or name in ("embedding.weight", "head.weight")
     torch.testing.assert_close(loaded.lm_head.weight.std(), torch.tensor(32**-0.5), rtol=0.1, atol=0)
 
 
@@ -102,7 +112,7 @@ def test_an_unembedding_of_its_own_is_refused(wrapped, tokens, tmp_path):
     rewrite(tmp_path, lambda weights: weights | {"lm_head.weight": weights["model.embedding.weight"].clone()})
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, wrapped(tokens).logits)
     rewrite(tmp_path, lambda weights: weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
-    with pytest.raises(ValueError, match=r"lm_head\.weight other than the embedding"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight other than the matrix it is a name of"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

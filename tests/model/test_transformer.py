@@ -7,6 +7,7 @@ import torch
 
 from skipless.model import kernel_maps
 from skipless.model.config import ModelConfig
+from skipless.model.fold import fold
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
@@ -196,6 +197,26 @@ def test_encoders_see_both_sides_and_have_heads(scheme, head, shape):
         changed = tokens.clone()
         changed[:, -1] = (changed[:, -1] + 1) % 30
         assert (model.hidden(tokens)[:, 0] - model.hidden(changed)[:, 0]).abs().max() > 1e-6
+
+
+@torch.no_grad()
+def test_an_unembedding_of_its_own():
+    """Logits start with unit variance, as the tied ones do; it is a group of the optimiser's, and is folded with."""
+    sizes = {"vocab_size": 300, "width": 64, "heads": 4, "depth": 3, "activation": "gelu"}
+    tied, untied = ModelConfig(**sizes), ModelConfig(**sizes, tied_head=False)
+    assert untied.matrix_parameters - tied.matrix_parameters == 300 * 64
+    model, tokens = build(untied), torch.randint(300, (4, 16))
+    assert model(tokens).std() / build(tied)(tokens).std() == pytest.approx(1.0, abs=0.1)
+    logits = model.hidden(tokens) @ model.head.weight.T
+    torch.testing.assert_close(model(tokens), logits)
+    torch.testing.assert_close(
+        model(tokens, tokens), torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    )
+    torch.testing.assert_close(fold(model)(tokens), logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(model.generate(tokens, 3)[:, 16], logits[:, -1].argmax(-1))
+    assert ModelConfig.from_json(untied.to_json()) == untied
+    with pytest.raises(ValueError, match="tied_head=False with head='pooled', which has a matrix of its own"):
+        ModelConfig(**sizes, head="pooled", classes=3, tied_head=False)
 
 
 @pytest.mark.parametrize("head", ["lm", "token", "pooled"])

@@ -75,6 +75,8 @@ class SkiplessConfig(PreTrainedConfig):
         kwargs.pop("auto_map", None)  # to_dict writes it
         native = ModelConfig.from_dict({name: kwargs.pop(name) for name in FIELDS if name in kwargs})
         self._check_unknown(kwargs)
+        if not native.tied_head:
+            self.tie_word_embeddings = False
         for name, value in native.to_dict().items():
             setattr(self, name, value)
         if native.classes and self.id2label is None:

@@ -248,21 +248,30 @@ class SkiplessModel(SkiplessPreTrainedModel):
 
 
 class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
-    """A language model. lm_head.weight is the embedding itself: the native unembedding is tied."""
+    """A language model. lm_head.weight is the embedding itself, or with tied_head=False the native head's."""
 
     native_head = "lm"
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012  (transformers' own form)
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
         super().__init__(config, native)
-        if not config.tie_word_embeddings:
-            raise ValueError(
-                "tie_word_embeddings is False; skipless models share the embedding with the unembedding: use True"
-            )
         settings = self.model.config
+        if config.tie_word_embeddings != settings.tied_head:
+            raise ValueError(
+                f"tie_word_embeddings is {config.tie_word_embeddings} and tied_head {settings.tied_head}, but they are "
+                "one setting: give tied_head alone"
+            )
         self.lm_head = nn.Linear(settings.width, settings.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = self.model.embedding.weight
+        weight = (self.model.head or self.model.embedding).weight
+        if not weight.is_meta:  # else transformers makes them one, once it has seen that the file has this one
+            self.lm_head.weight = weight
         self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict:
+        """lm_head is another name of the native head, which transformers is to save and load once."""
+        if self.model.head is None:
+            return super().get_expanded_tied_weights_keys(all_submodels)
+        return {"lm_head.weight": "model.head.weight"}
 
     @can_return_tuple
     def forward(  # noqa: PLR0913  (transformers' signature)
@@ -345,6 +354,9 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
+        if self.model.head is not None:  # of which lm_head is another name
+            weight = cast(nn.Linear, new_embeddings).weight
+            self.model.head.weight, self.model.head.out_features = weight, len(weight)
 
 
 class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
@@ -428,14 +440,16 @@ def as_pretrained(model: Transformer, tokenizer: Any, *, packed: bool = False) -
 
 
 def _check_loaded(model: SkiplessPreTrainedModel, info: dict[str, Any], place: Any) -> None:
+    classifier = () if model.native_head == "lm" else ("model.head.",)  # which a language model's weights lack
     found = {
-        "missing": {name for name in info["missing_keys"] if not name.startswith("model.head.")},
+        "missing": {name for name in info["missing_keys"] if not name.startswith(classifier)},
         "without a place": {name for name in info["unexpected_keys"] if not name.startswith("model.head.")},
     }
     faults = [f"{_listed(names)} {words}" for words, names in found.items() if names]
-    head, embedding = model.get_output_embeddings(), model.model.embedding.weight
-    if head is not None and head.weight is not embedding and _differ(head.weight, embedding):
-        faults.append("lm_head.weight other than the embedding it is tied to")
+    own = model.model.head if model.native_head == "lm" else None
+    head, weight = model.get_output_embeddings(), (own or model.model.embedding).weight
+    if head is not None and head.weight is not weight and _differ(head.weight, weight):
+        faults.append("lm_head.weight other than the matrix it is a name of")
     if faults:
         raise ValueError(
             f"the weights in {place} are not those of this network: {'; '.join(faults)}. Load them with the config "

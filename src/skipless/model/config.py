@@ -39,6 +39,7 @@ class ModelConfig:
     units of opposite sign, so that every MLP starts as an exact rotation of its input (docs/derivations.md).
     value_output="identity" leaves W_V and W_O out: attention mixes the input itself, split by head.
     kv_heads below heads then shares keys alone: values stay all heads of the input.
+    tied_head=False gives a language model an unembedding of its own in place of the embedding's rows.
     """
 
     vocab_size: int = 32_000
@@ -65,6 +66,7 @@ class ModelConfig:
     classes: int = 0
     mlp_init: Literal["mirrored"] | None = None
     value_output: ValueOutput = "trained"
+    tied_head: bool = True
 
     def __post_init__(self):
         _check_kinds(self)
@@ -129,7 +131,8 @@ class ModelConfig:
         kv = self.width // self.heads * (self.kv_heads or self.heads)
         values = self.width**2 + self.width * kv if self.value_output == "trained" else 0
         block = self.width**2 + self.width * kv + values + 2 * self.width * (self.hidden or 0)
-        return self.vocab_size * self.width + self.depth * block
+        tables = 1 if self.tied_head else 2
+        return tables * self.vocab_size * self.width + self.depth * block
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed. Unknown names are errors; what is derived from a changed field follows it.
@@ -264,6 +267,7 @@ _CHOICES = {
     "bias_gain": (True, False),
     "mlp_bias": (True, False),
     "causal": (True, False),
+    "tied_head": (True, False),
     "mlp_init": (None, "mirrored"),
     "value_output": ("trained", "identity"),
 }
@@ -343,6 +347,10 @@ def _check_choices(config: ModelConfig) -> None:
     if config.head == "lm" and config.classes:
         raise ValueError(
             f"classes={config.classes} with head='lm', which predicts tokens; use head='token' or 'pooled'"
+        )
+    if config.head != "lm" and not config.tied_head:
+        raise ValueError(
+            f"tied_head=False with head={config.head!r}, which has a matrix of its own in any case; use tied_head=True"
         )
     if config.head == "lm" and not config.causal:
         raise ValueError(

@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         )
         self.blocks = nn.ModuleList(_block(config, shape, options) for shape in attention_shapes(config))
         self.norm = nn.RMSNorm(config.width, eps=1e-6) if config.norm == "pre" else nn.Identity()
-        self.head = nn.Linear(config.width, config.classes) if config.head != "lm" else None
+        self.head = _head(config)
         self.embedding_scale = math.sqrt(config.width) if config.scales_embedding else 1.0
         self.recompute: Callable[..., Tensor] | None = None
         self.reset_parameters()
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
         return Positions(layout, Rotation.at(locations, width, self.config.rope_base))
 
     def logits(self, hidden: Tensor, layout: Layout | None = None) -> Tensor:
-        """The tied, unscaled unembedding X_L Eᵀ, whose logits have unit variance at initialisation; or the head's."""
+        """The unscaled unembedding X_L Eᵀ, whose logits have unit variance at initialisation; or the head's."""
         if self.head is None:
             return nn.functional.linear(hidden, self.embedding.weight.to(hidden.dtype))
         return self.head(_mean_over_tokens(hidden, layout) if self.config.head == "pooled" else hidden)
@@ -205,13 +205,21 @@ class Transformer(nn.Module):
             self.norm.reset_parameters()
         if self.head is not None:
             init.gaussian_(self.head.weight)
-            nn.init.zeros_(self.head.bias)
+            if self.head.bias is not None:
+                nn.init.zeros_(self.head.bias)
 
 
 def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions) -> Block:
     attention = ShapedAttention(config.width, config.heads, shape, config.kv_heads, options)
     mlp = MLP(config.width, config.hidden, config.shaped_activation, config.mlp_bias) if config.hidden else None
     return Block.build(attention, mlp, config.width, (config.attention_skip, config.mlp_skip), config.norm)
+
+
+def _head(config: ModelConfig) -> nn.Linear | None:
+    """What stands behind the last block: None is the embedding's own matrix."""
+    if config.head != "lm":
+        return nn.Linear(config.width, config.classes)
+    return None if config.tied_head else nn.Linear(config.width, config.vocab_size, bias=False)
 
 
 def check_ids(name: str, ids: Any, size: int) -> None:
