@@ -38,7 +38,7 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(padded, str(path), "exec"), namespace)
 
 
-PROMISES = [REPOSITORY / "docs" / "reliability.md", REPOSITORY / "SECURITY.md"]
+PROMISES = [REPOSITORY / "docs" / "equations.md", REPOSITORY / "docs" / "reliability.md", REPOSITORY / "SECURITY.md"]
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
