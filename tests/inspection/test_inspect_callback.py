@@ -4,6 +4,7 @@ import sys
 import time
 import types
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -88,6 +89,30 @@ def test_gradient_accumulation_counts_the_first_pass():
         step(model, ids)
         step(model, ids)
     assert len(callback.history) == 1
+
+
+def test_both_stacks_of_an_encoder_decoder_are_watched():
+    """A fault in the second is logged, and its padding is not the first one's."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 64}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes)).eval()
+    ids, mask = torch.randint(2, 64, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[:, 7:] = 0
+    callback = SignalCallback(model, every=1, budget=1.0)
+    with callback.around(0):
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    sound = callback.history[0][1]
+    assert sound.healthy
+    assert [each.blocks[1].name for each in (sound, *sound.others)] == ["encoder.block.0", "decoder.block.0"]
+    padded = [bool(np.isnan(each.locations["norm"]).any()) for each in (sound, *sound.others)]
+    assert padded == [True, False]
+    with torch.no_grad():
+        model.decoder.block[1].layer[-1].DenseReluDense.wo.weight.zero_()
+    with callback.around(1):
+        model(input_ids=ids, labels=ids).loss.backward()
+    faulty = callback.history[1][1]
+    assert faulty.verdict.block == 2
+    assert faulty.blocks[2].name == "decoder.block.1"
 
 
 def test_an_error_in_the_step_takes_the_hooks_away():

@@ -15,10 +15,10 @@ from skipless.inspection.diagnosis import Structure, diagnose
 from skipless.inspection.faults import Evidence
 from skipless.inspection.gradients import gradients_held, weights_of
 from skipless.inspection.hooks import Recorder, uncompiled
-from skipless.inspection.inputs import padding, rows_and_length
-from skipless.inspection.inspect import assemble
+from skipless.inspection.inputs import DECODER_IDS, padding, rows_and_length
+from skipless.inspection.inspect import assemble, at_fault
 from skipless.inspection.inspection import Inspection
-from skipless.inspection.stacks import find_blocks
+from skipless.inspection.stacks import find_stacks
 from skipless.inspection.statistics import InspectOptions
 
 
@@ -32,7 +32,10 @@ def listening(model: nn.Module, recorder: Recorder) -> Generator[None]:
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if recorder.described:
             return
-        given = dict(zip(signature(module.forward).parameters, args, strict=False)) | kwargs
+        accepted = signature(module.forward).parameters
+        given = dict(zip(accepted, args, strict=False)) | kwargs
+        if DECODER_IDS in accepted and "decoder" in recorder.blocks[0][0]:  # its ids may be made of labels further in
+            given = {"input_ids": given.get(DECODER_IDS), "attention_mask": given.get("decoder_attention_mask")}
         options = recorder.options
         mask = padding(given) if options.mask is None else options.mask
         recorder.options = replace(options, mask=mask, batch_shape=options.batch_shape or rows_and_length(given))
@@ -60,9 +63,9 @@ class SignalCallback:
             optimizer.step(); optimizer.zero_grad()
 
     The first row of the step's own batch is measured by hooks that exist during that step only; padding is left out
-    where the model is called with an attention_mask, (batch, T). The first call is
-    always measured; a later one waits until all measuring, its own expected cost included, is within `budget` of the
-    time since then.
+    where the model is called with an attention_mask, (batch, T). The first call is always measured; a later one waits
+    until all measuring, its own expected cost included, is within `budget` of the time since then. Every stack of
+    blocks is watched: metrics are of the one at fault, or of the longest.
     history holds (step, Inspection); log(step, metrics) goes to the "skipless" logger unless given.
     """
 
@@ -80,12 +83,12 @@ class SignalCallback:
         if not 0 < budget <= 1:
             raise ValueError(f"budget is {budget}; it is a share of the training time, such as 0.02")
         self.model, self.every, self.budget = model, every, budget
-        self.blocks = find_blocks(model, blocks)
+        self.stacks = find_stacks(model, blocks)
         self.log = log or _to_logger
         self.history: list[tuple[int, Inspection]] = []
         self.seconds = 0.0
         self._next, self._started, self._latest = 0, time.perf_counter(), 0.0
-        self._recorder: Recorder | None = None
+        self._recorders: list[Recorder] = []
         self._open = ExitStack()
 
     @contextmanager
@@ -109,27 +112,26 @@ class SignalCallback:
             return
         if _compiled(self.model):
             self._open.enter_context(uncompiled(self.model))  # hooks do not run in compiled code
-        self._recorder = Recorder(self.blocks, InspectOptions(rows=1, picture=False, attention=False), live=True)
-        self._open.enter_context(self._recorder)
-        self._open.enter_context(listening(self.model, self._recorder))
+        options = InspectOptions(rows=1, picture=False, attention=False)
+        self._recorders = [Recorder(stack, options, live=True) for stack in self.stacks]
+        for recorder in self._recorders:
+            self._open.enter_context(recorder)
+            self._open.enter_context(listening(self.model, recorder))
 
     def finish(self, step: int) -> dict[str, float] | None:
         """After its backward, before gradients are cleared: take the hooks away, log, and return what was logged."""
-        recorder = self._recorder
+        recorders = self._recorders
         self.cancel()
-        if recorder is None:
+        if not recorders:
             return None
-        if len(recorder.described) <= len(self.blocks):
-            reason = recorder.refused or "not every block ran"
+        complete = sorted((each for each in recorders if each.complete), key=lambda each: each.started)
+        if not complete:
+            reason = next((each.refused for each in recorders if each.refused), "not every block ran")
             logger.warning("step %d: %s, so its signal is not logged", step, reason)
             return None
-        measuring = recorder.watch.seconds  # waits until a GPU has done this step's work, which is not ours
+        measuring = sum(each.watch.seconds for each in recorders)  # waits for a GPU's own work, which is not ours
         started = time.perf_counter()
-        gradients, weights = gradients_held(self.blocks), [weights_of(block) for _, block in self.blocks]
-        signals, locations = assemble(recorder, gradients, weights)
-        evidence = Evidence(signals, weights, [each.matrices for each in gradients])
-        verdict, advice = diagnose(evidence, Structure.of(self.model, self.blocks, signals))
-        found = Inspection(type(self.model).__name__, signals, verdict, advice, None, locations)
+        found = at_fault([self._found(each) for each in complete], recorders)
         self.history.append((step, found))
         self._next = step + self.every
         self._latest = measuring + time.perf_counter() - started
@@ -138,10 +140,19 @@ class SignalCallback:
         self.log(step, metrics)
         return metrics
 
+    def _found(self, recorder: Recorder) -> Inspection:
+        """The inspection of one stack."""
+        blocks = recorder.blocks
+        gradients, weights = gradients_held(blocks), [weights_of(block) for _, block in blocks]
+        signals, locations = assemble(recorder, gradients, weights)
+        evidence = Evidence(signals, weights, [each.matrices for each in gradients])
+        verdict, advice = diagnose(evidence, Structure.of(self.model, blocks, signals))
+        return Inspection(type(self.model).__name__, signals, verdict, advice, None, locations)
+
     def cancel(self) -> None:
         """Take the hooks away without logging."""
         self._open.close()
-        self._recorder = None
+        self._recorders = []
 
 
 def summary(found: Inspection) -> dict[str, float]:

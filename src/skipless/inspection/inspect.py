@@ -88,7 +88,7 @@ def inspect(
         _found((name, model, thresholds), recorder, taken, weights, each)
         for recorder, each in zip(complete, seen, strict=True)
     ]
-    whole = _chosen(found, recorders)
+    whole = at_fault(found, recorders)
     return replace(whole, notes=(*whole.notes, *untied(model)))
 
 
@@ -172,8 +172,8 @@ _BLIND = (
 )
 
 
-def _chosen(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
-    """The stack that is at fault, the first to run where there are several, or else the longest.
+def at_fault(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
+    """The stack that is at fault, the first to run where there are several, or else the longest; the others with it.
 
     A gradient that is lost from the last block on comes from what follows, so a later stack is asked first.
     """
