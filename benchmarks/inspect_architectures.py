@@ -53,6 +53,13 @@ _SIZES = {
     128: "max_position_embeddings n_positions",
 }
 _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()}
+_OWN = {  # what fits none else: latent attention has as many keys as queries, and stages halve an image
+    "deepseek_v2": {"num_key_value_heads": 4, "n_shared_experts": 1, "q_lora_rank": 16, "kv_lora_rank": 16},
+    "deepseek_v3": {"num_key_value_heads": 4, "n_shared_experts": 1, "q_lora_rank": 16, "kv_lora_rank": 16},
+    "pvt_v2": {"image_size": (64, 64)},
+    "swin": {"image_size": 64, "patch_size": 2, "window_size": 4},
+    "swinv2": {"image_size": 64, "patch_size": 2, "window_size": 4},
+}
 
 
 def config_of(kind: str) -> Any:
@@ -60,8 +67,9 @@ def config_of(kind: str) -> Any:
     import transformers
 
     usual = transformers.AutoConfig.for_model(kind)
-    known = {**vars(usual), **dict.fromkeys(type(usual).attribute_map, 0)}
+    known = {**vars(usual), **{n: getattr(usual, n, 0) for n in type(usual).attribute_map}}
     sizes = {n: v for n, v in _SMALL.items() if n in known and isinstance(known[n], int | float | type(None))}
+    sizes |= _OWN.get(kind, {})
     while True:
         try:
             return transformers.AutoConfig.for_model(kind, **sizes)
@@ -76,7 +84,8 @@ def batch_of(model: Any, config: Any, group: str) -> Any:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 90, (3, 16), generator=generator)
     if group == "images":
-        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        side = getattr(config, "image_size", 64)
+        side = side if isinstance(side, int) else side[0]
         return torch.randn(2, 3, side, side, generator=generator)
     if group == "audio":
         if config.model_type == "whisper":

@@ -633,13 +633,13 @@ def embedding(change: Callable[[Tensor], None], *words: str) -> Fault:
 
 
 def everywhere(fault: Fault) -> Fault:
-    """In every block of the stack."""
+    """In every block of the stack: any of them may be named."""
 
     def plant(case: Case, stack: str, at: int):
         found = [fault.plant(case, stack, index) for index in range(len(case.blocks(stack)))]
         return None if None in found else found[0]
 
-    return Fault(plant, fixed=0)
+    return Fault(plant, fixed=0, whole=True)
 
 
 def two(fault: Fault) -> Fault:

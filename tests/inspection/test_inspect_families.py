@@ -160,3 +160,39 @@ def test_a_saved_folder_is_opened_with_its_own_class(tmp_path, family):
 def test_unknown_families_are_named():
     with pytest.raises(ValueError, match="transformers knows no family 'gtp2'; did you mean 'gpt2'"):
         build_family("gtp2")
+
+
+def test_a_list_of_stages_is_no_stack():
+    """Also where there are more stages than blocks in any."""
+    sizes = {
+        "hidden_sizes": (8, 16, 16),
+        "depths": (2, 1, 1),
+        "num_attention_heads": (1, 2, 2),
+        "patch_sizes": (3,) * 3,
+    }
+    sizes |= {"strides": (2, 2, 1), "sr_ratios": (2, 1, 1), "mlp_ratios": (2,) * 3, "num_encoder_blocks": 3}
+    model = transformers.SegformerForImageClassification(transformers.SegformerConfig(**sizes))
+    found = inspect(model, torch.randn(2, 3, 16, 16))
+    names = sorted(
+        block.name.removeprefix("segformer.") for each in (found, *found.others) for block in each.blocks[1:]
+    )
+    assert names == ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.2.blocks.0"]
+
+
+def test_attention_with_matrices_apart_is_seen():
+    """torch's function takes queries, keys and values from three matrices in WavLM."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"conv_dim": (16,), "conv_kernel": (10,), "conv_stride": (5,), "num_conv_pos_embeddings": 4}
+    model = transformers.WavLMModel(transformers.WavLMConfig(num_conv_pos_embedding_groups=2, **sizes))
+    found = inspect(model, {"input_values": torch.randn(2, 200)})
+    assert found.healthy, found.verdict.text
+    assert all(0.5 < block.attention_spread <= 1 for block in found.blocks[1:])
+
+
+def test_an_expert_that_no_token_reaches_is_no_fault():
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 3, "num_decoder_layers": 3}
+    sizes |= {"num_experts": 8, "encoder_sparse_step": 1, "decoder_sparse_step": 1, "vocab_size": 64}
+    model = transformers.SwitchTransformersForConditionalGeneration(transformers.SwitchTransformersConfig(**sizes))
+    found = inspect(model, torch.randint(1, 64, (1, 6)))
+    assert found.healthy, found.verdict.text

@@ -226,12 +226,14 @@ def _of_call(  # noqa: PLR0913  (torch's own signature)
 def _of_torch_module(given: dict) -> Tensor | None:
     """From the arguments of nn.MultiheadAttention's function, (T, batch, width); q and k are projected again."""
     heads, weight, bias = given["num_heads"], given["in_proj_weight"], given["in_proj_bias"]
-    if weight is None or given.get("key_padding_mask") is not None:
+    apart = given.get("use_separate_proj_weight", False)
+    if (weight is None and not apart) or given.get("key_padding_mask") is not None:
         return None
     q, k = given["query"][:, :MOST_ROWS], given["key"][:, :MOST_ROWS]
     if q.dim() != 3:
         return None
-    weights, biases = weight.chunk(3), bias.chunk(3) if bias is not None else (None,) * 3
+    weights = (given["q_proj_weight"], given["k_proj_weight"]) if apart else weight.chunk(3)
+    biases = bias.chunk(3) if bias is not None else (None,) * 3
     q, k = (
         F.linear(x, w, b).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
         for x, w, b in zip((q, k), weights, biases, strict=False)

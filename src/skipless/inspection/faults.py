@@ -341,17 +341,22 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
     own = evidence.gradients[each.block - 1]
     found = [label for label in own if each.block in apart(_relative(evidence, label), 1 / _DIP, low=True)]
     weights = evidence.weights[each.block - 1] if evidence.weights else {}
-    gated = any(weight.size == 0 and not weight.matrix and "bias" not in name for name, weight in weights.items())
-    if found or gated:
+    factors = {n: w for n, w in weights.items() if not w.matrix and "bias" not in n}
+    if all(weight.size == 0 for weight in factors.values() if weight.group == "norm") and not _is_same(
+        evidence.signals[each.block - 1], each
+    ):
+        factors = {n: w for n, w in factors.items() if w.group != "norm"}  # one is added to these norms' weights
+    if found or any(weight.size == 0 for weight in factors.values()):
         return found
     branches: dict[str, list[str]] = {}
     for label in own:
         parts = label.split(".")
-        branches.setdefault(".".join(parts[: 2 if parts[1:2] and parts[1].isdigit() else 1]), []).append(label)
+        listed = len(parts) > 3 and parts[1].isdigit()  # a list of branches, not one of matrices
+        branches.setdefault(".".join(parts[: 2 if listed else 1]), []).append(label)
     dead = [labels for labels in branches.values() if len(labels) > 1 and not any(own[label] for label in labels)]
     groups, sizes = each.parameter_gradients, each.parameter_sizes
     values = groups.get("value") == 0 and sizes.get("output", 0.0) > 0 and sizes.get("value", 0.0) > 0
-    cut = [label for label in own if weights[label].group in ("query", "key", "value")] if values and weights else []
+    cut = [n for n in own if n in weights and weights[n].group in ("query", "key", "value")] if values else []
     return [label for labels in dead for label in labels] or cut
 
 

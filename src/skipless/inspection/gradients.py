@@ -165,7 +165,7 @@ class BlockGradients:
         for (group, label), value in zip(labels, values, strict=True):
             groups[group] = groups.get(group, 0.0) + value
             if label:
-                name = re.sub(r"(experts?)\.\d+\.", r"\1.*.", label)
+                name = re.sub(r"(experts?)\.(expert_)?\d+\.", r"\1.*.", label)
                 matrices[name] = matrices.get(name, 0.0) + value
         ordered = {group: groups[group] ** 0.5 for group in GROUPS if group in groups}
         return cls(ordered, {name: value**0.5 for name, value in matrices.items()})

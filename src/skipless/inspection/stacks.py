@@ -36,7 +36,7 @@ def find_stacks(model: nn.Module, names: Sequence[str] | str | None = None) -> l
     attending = [(name, each) for name, each in lists if _all_attend(each)]
     inner = [(name, each) for name, each in attending if not _holds_stacks(name, attending)]
     found = [pair for pair in inner if not _inside(pair[0], [other for other in inner if other is not pair])]
-    mixed = [(name, each) for name, each in lists if _alike(each) and not _inside(name, found)]
+    mixed = [(n, each) for n, each in lists if _alike(each) and not _inside(n, found) and not _stages(n, each, found)]
     longest = max(mixed, key=lambda pair: len(pair[1]), default=None)
     if longest is not None and (not found or (_attends_somewhere(longest[1]) and len(longest[1]) > _longest(found))):
         found = [pair for pair in found if not pair[0].startswith(f"{longest[0]}.")] + [longest]
@@ -91,6 +91,12 @@ def _alike(group: nn.ModuleList | nn.Sequential) -> bool:
 
 def _inside(name: str, found: Sequence[Block]) -> bool:
     return any(name == other or name.startswith(f"{other}.") for other, _ in found)
+
+
+def _stages(name: str, group: nn.Module, found: Sequence[Block]) -> bool:
+    """Whether every member of a list holds a stack that was found."""
+    prefixes = [f"{name}.{member}." if name else f"{member}." for member, _ in group.named_children()]
+    return all(any(other.startswith(prefix) for other, _ in found) for prefix in prefixes)
 
 
 def _longest(found: Sequence[Block]) -> int:
