@@ -76,9 +76,9 @@ class Runner:
     refuses: tuple[str, ...] = ()
 
 
-def eager_flex(q, k, v, shape, layout=None, bias_gain=None) -> Tensor:
+def eager_flex(q, k, v, shape, layout=None, bias_gain=None, decoding=False) -> Tensor:
     """flex.attend around FlexAttention's eager form, which also has a backward pass on a CPU and takes float64."""
-    inputs = AttentionInputs(q, k, v, shape, layout, bias_gain).check()
+    inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, decoding=decoding).check()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_run", flex._attention)
         patch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)
@@ -155,7 +155,7 @@ class Case:
         """Output and gradients by name, as float64."""
         inputs = {n: getattr(self, n).to(dtype).clone().requires_grad_(gradients) for n in "qkv"}
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        options: dict = {"layout": self.layout}
+        options: dict = {"layout": self.layout, "decoding": True}
         if self.gain is not None:
             inputs["gain"] = options["bias_gain"] = self.gain.to(wide).clone().requires_grad_(gradients)
         extent = self.k.shape[2] if self.layout is None else self.layout.extent
@@ -180,7 +180,7 @@ class Case:
         inputs = AttentionInputs(self.q, self.k, self.v, parts, self.layout, self.gain)
         size = (*self.q.shape[:3], self.k.shape[2])
         scores = torch.zeros(size, dtype=torch.float64, device=DEVICE, requires_grad=True)
-        options = {"layout": self.layout, "bias_gain": self.gain, "score_bias": scores}
+        options = {"layout": self.layout, "bias_gain": self.gain, "score_bias": scores, "decoding": True}
         out = shaped_attention(self.q, self.k, self.v, parts, impl="reference", **options)
         (ds,) = torch.autograd.grad(out, scores, self.upstream(torch.float64))
         here = inputs.effective_layout()

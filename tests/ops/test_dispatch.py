@@ -41,6 +41,13 @@ def test_tensors_that_do_not_fit():
     refused("q has 5 heads and k 2; .* use 4 query heads", tensors(heads=5)[0], k, v, SPA)
     refused("q is torch.float64, k torch.float32", q.double(), k, v, SPA)
     refused("q is torch.int64; attention runs in float64", q.long(), k.long(), v.long(), SPA)
+    refused(
+        r"2 queries and 5 keys, and the shape is causal.* 3 keys of a cache, .*continuing\(3, 2\)",
+        q[:, :, :2],
+        k,
+        v,
+        SPA,
+    )
     refused("there are 5 queries and 3 keys; .*at most 3 queries, or a Layout", q, k[:, :, :3], v[:, :, :3], SPA)
 
 
@@ -130,7 +137,7 @@ def test_what_auto_chooses(device):
     def chosen(shape=SPA, queries=8192, keys=8192, grad=False, **options) -> str:
         (q, _, _), (_, k, v) = (tensors(length=n, device=device, **options) for n in (queries, keys))
         parts = BiasVectors.of(shape, keys, device)
-        return attention.choose(AttentionInputs(q.requires_grad_(grad), k, v, parts).check())[0]
+        return attention.choose(AttentionInputs(q.requires_grad_(grad), k, v, parts, decoding=True).check())[0]
 
     assert chosen() == ("triton" if device == "cuda" else "flex")
     assert chosen(width=48) == "flex"
@@ -196,3 +203,15 @@ def test_a_python_gain_is_a_gain():
     q, k, v = tensors()
     want = shaped_attention(q, k, v, SPA, bias_gain=torch.tensor(0.5), impl="reference")
     assert torch.equal(shaped_attention(q, k, v, SPA, bias_gain=0.5, impl="reference"), want)
+
+
+def test_attention_to_another_sequence_is_plain_attention_without_an_order():
+    """T_q ≠ T_k: fewer queries or more, by locations of their own; decoding is another matter, and has to be said."""
+    for queries, keys in ((3, 7), (7, 3)):
+        (q, _, _), (_, k, v) = (tensors(length=n) for n in (queries, keys))
+        here = Layout(torch.arange(queries)[None], torch.arange(keys)[None])
+        got = shaped_attention(q, k, v, PlainShape(causal=False), layout=here)
+        torch.testing.assert_close(got, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    (q, _, _), (_, k, v) = (tensors(length=n) for n in (3, 7))
+    said = shaped_attention(q, k, v, SPA, decoding=True)
+    torch.testing.assert_close(said, shaped_attention(q, k, v, SPA, layout=Layout.continuing(4, 3)))

@@ -115,7 +115,7 @@ def test_scan_at_a_length_no_matrix_reaches():
     shape = SHAPES["exponential-last"]
     values = normal(length, 2)
     k = values.expand(1, 1, -1, -1)
-    last = shaped_attention(torch.zeros_like(k[:, :, -3:]), k, k, shape, impl="reference")[0, 0]
+    last = shaped_attention(torch.zeros_like(k[:, :, -3:]), k, k, shape, impl="reference", decoding=True)[0, 0]
     torch.testing.assert_close(last, initial_attention(shape, values)[-3:], rtol=0, atol=1e-11)
 
 

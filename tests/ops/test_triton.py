@@ -75,7 +75,7 @@ def test_decoding_shares_out_the_keys(monkeypatch, shape, sizes, dtype, shared):
     mask = torch.ones(2, keys, dtype=torch.long, device=device)
     mask[1, : keys // 2] = 0
     for layout in (None, Layout.left_padded(mask, queries)):
-        options = {"layout": layout}
+        options = {"layout": layout, "decoding": True}
         got = shaped_attention(q, k, v, shape, impl="triton", **options)
         wide = [t.double() for t in (q, k, v)]
         truth = shaped_attention(*wide, shape, impl="reference", **options)

@@ -113,6 +113,7 @@ class ShapedAttention(nn.Module):
         mixed = shaped_attention(
             q, keys, values, self._bias_for(x, keys, positions), impl=self.options.impl, layout=positions.layout,
             bias_gain=self.bias_gain, score_bias=self._relative_scores(q, keys, positions), rotation=rotation, qkv=qkv,
+            decoding=cache is not None,
         )  # fmt: skip
         return self.finish(mixed, v, x.dtype)
 

@@ -57,6 +57,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
     score_bias: Tensor | None = None,
     rotation: Rotation | None = None,
     qkv: Tensor | None = None,
+    decoding: bool = False,
 ) -> Tensor:
     """D·softmax(mask(q kᵀ/√head_width + g·B + score_bias))·v, with A = D·softmax(B) the shape's attention matrix.
 
@@ -65,8 +66,8 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
     q: (batch, heads, T_q, head_width). k, v: (batch, kv_heads, T_k, head_width); heads is a multiple of kv_heads, and
         consecutive query heads share one (grouped queries). One dtype, which is also the output's.
     shape: an AttentionShape, whose O(T) vectors are then built on every call, or the BiasVectors that a module holds.
-    layout: where queries and keys stand; None means keys at 0 … T_k−1 and queries at the last T_q of them, so decoding
-        against a cache needs none. Padding queries give 0.
+    layout: where queries and keys stand; None means both at 0 … T−1, or with decoding=True queries at the last T_q of
+        the keys' locations, as against a cache. Padding queries give 0.
     bias_gain: g, one number or one per head; it may require a gradient. D does not follow it.
     score_bias: a dense term that broadcasts to (batch, heads, T_q, T_k), for positions encoded in the scores.
     rotation: rotary positions; q and k are rotated first.
@@ -85,7 +86,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
         shape = BiasVectors.of(shape, extent, q.device, dtype)
     if isinstance(bias_gain, int | float):
         bias_gain = torch.tensor(float(bias_gain), device=q.device, dtype=dtype)
-    inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias).check()
+    inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias, decoding).check()
     with torch.autocast(q.device.type, enabled=False):
         if rotation is not None:
             if qkv is not None and (out := rotary_attention(inputs, qkv, rotation, impl)) is not None:

@@ -170,6 +170,7 @@ class AttentionInputs:
     """One call of shaped_attention as every implementation receives it, after `check`.
 
     q, k, v are (batch, heads, length, head_width). bias_gain is None, a 0-d tensor or one number per query head.
+    decoding says that the queries are the last of the keys' locations, where there are fewer of them.
     """
 
     q: Tensor
@@ -179,6 +180,7 @@ class AttentionInputs:
     layout: Layout | None = None
     bias_gain: Tensor | None = None
     score_bias: Tensor | None = None
+    decoding: bool = False
 
     @property
     def scale(self) -> float:
@@ -217,11 +219,8 @@ class AttentionInputs:
         _check_bias(self)
         if self.layout is not None:
             _check_layout(self, self.layout)
-        elif self.q.shape[2] > self.k.shape[2]:
-            raise ValueError(
-                f"there are {self.q.shape[2]} queries and {self.k.shape[2]} keys; without a layout the queries are the "
-                f"last of the keys' locations: give at most {self.k.shape[2]} queries, or a Layout"
-            )
+        else:
+            _check_lengths(self.q.shape[2], self.k.shape[2], self.bias.causal, self.decoding)
         _check_terms(self)
         return self
 
@@ -296,6 +295,22 @@ def _check_reach(inputs: AttentionInputs) -> None:
         raise ValueError(
             f"locations reach {needed}, but the shape's vectors were built for {bias.reach}; "
             f"use BiasVectors.of(shape, {needed})"
+        )
+
+
+def _check_lengths(queries: int, keys: int, causal: bool, decoding: bool) -> None:
+    """Without a layout queries and keys are one sequence, or the queries are said to be the last of the keys."""
+    if queries > keys:
+        raise ValueError(
+            f"there are {queries} queries and {keys} keys; without a layout the queries are the last of the keys' "
+            f"locations: give at most {keys} queries, or a Layout"
+        )
+    if queries < keys and causal and not decoding:
+        raise ValueError(
+            f"there are {queries} queries and {keys} keys, and the shape is causal: where do the queries stand? If "
+            f"they follow {keys - queries} keys of a cache, say decoding=True or layout=Layout.continuing("
+            f"{keys - queries}, {queries}). Attention to another sequence has no causal order: use "
+            "PlainShape(causal=False)"
         )
 
 
