@@ -28,6 +28,7 @@ html_theme = "furo"
 html_title = "skipless"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
+smartquotes = False  # γ' is γ prime
 html_show_sourcelink = False
 html_copy_source = False
 myst_heading_anchors = 4  # links to sections, as on the repository's own pages
