@@ -366,3 +366,14 @@ def test_long_names_hide_no_number(tmp_path: Path) -> None:
     seen.first = scroll.querySelector("tbody td").getBoundingClientRect().right <= scroll.getBoundingClientRect().right;
     """
     assert seen_in_browser(tmp_path, render([], curves), script) == {"cut": 0, "first": True}
+
+
+def test_the_stacks_of_one_network_have_one_headline():
+    decoder = measured("T5, decoder.block")
+    encoder = measured("T5, encoder.block", verdict=Verdict("explosion", 2, "x"), others=(decoder,))
+    page = render([encoder, decoder])
+    assert "<h1>T5</h1>" in page
+    assert "The signal is lost (explosion at block 2 of encoder.block)." in page
+    odd = render([measured(verdict=Verdict("fault", 3, "x"))])
+    assert "A block is at fault (fault at block 3)." in odd
+    assert "fault: one block is unlike the others" in odd

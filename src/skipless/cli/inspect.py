@@ -388,7 +388,9 @@ def _strips(found: Inspection) -> "list[Text]":
         lines.append(_strip("rounding", [each.rounding or 0.0 for each in blocks], 1.0))
     from rich.text import Text
 
-    legend = Text("0 … depth; cosine to 1, norm² and gradient² in decades from the input's (3) and the output's (6)")
+    legend = Text(
+        "from input to last block; full height: cosine 1, norm² 10³ from the input's, gradient² 10⁶ from the last"
+    )
     legend.stylize("dim")
     return [*lines, legend]
 

@@ -53,6 +53,7 @@ _MARKS = {
     "explosion": ("▲", VERMILION),
     "vanishing": ("▼", VERMILION),
     "leak": ("⇄", VERMILION),
+    "fault": ("◆", VERMILION),
 }
 
 

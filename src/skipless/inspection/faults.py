@@ -188,7 +188,7 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
 def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
     for label, why in odd_parameters(evidence.weights, evidence.cousins, each.block):
-        kind: VerdictKind = "explosion" if "larger" in why else "vanishing"
+        kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
         group = evidence.weights[each.block - 1][label].group
         follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
         text = f"{label} of block {each.block} ({each.name}) {why}.{follows}"
@@ -436,7 +436,7 @@ def _other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
         f"Look for the shortcut of {each.name}: a sum that adds its input twice, a factor, or a norm on the stream "
         "itself instead of on a branch."
     )
-    return _fault(each, "explosion" if ratio > 1 else "vanishing", text, look)
+    return _fault(each, "fault", text, look)
 
 
 _LEAKS = {

@@ -180,10 +180,11 @@ def at_fault(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
     lost = [each for each in found if each.verdict.lost]
     own = [each for each in lost if not from_behind(each.verdict, each.blocks)]
     chosen = [*own, *reversed(lost), max(found, key=lambda each: len(each.blocks))][0]
-    others = tuple(each for each in found if each is not chosen)
+    others = tuple(_follows(each, chosen) for each in found if each is not chosen)
     notes = [*chosen.notes]
     for each in others:
-        notes.append(f"{stack_name(each)}, {len(each.blocks) - 1} blocks, was inspected too: {each.verdict.words}.")
+        said = f"{each.verdict.words}. {each.advice}" if each.verdict.lost else f"{each.verdict.words}."
+        notes.append(f"{stack_name(each)}, {len(each.blocks) - 1} blocks, was inspected too: {said}")
         notes += [f"{stack_name(each)}: {note}" for note in each.notes if note not in chosen.notes]
     for each in recorders:
         if not each.complete:
@@ -193,6 +194,13 @@ def at_fault(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
         named = [replace(each, model=f"{each.model}, {stack_name(each)}") for each in (chosen, *others)]
         chosen, others = named[0], tuple(named[1:])
     return replace(chosen, notes=tuple(notes), others=others)
+
+
+def _follows(each: Inspection, chosen: Inspection) -> Inspection:
+    """A stack with what the one at fault does to it: a gradient that is spoilt before it arrives."""
+    if not (chosen.verdict.lost and each.verdict.lost and from_behind(each.verdict, each.blocks)):
+        return each
+    return replace(each, advice=f"This gradient comes from what follows the last block: see {stack_name(chosen)}.")
 
 
 def stack_name(found: Inspection) -> str:

@@ -20,7 +20,15 @@ import numpy as np
 
 from skipless.inspection.inspection import BlockSignal, Inspection
 
-_MARKS = {"preserved": "✔", "drift": "≈", "collapse": "✖", "explosion": "▲", "vanishing": "▼", "leak": "⇄"}
+_MARKS = {
+    "preserved": "✔",
+    "drift": "≈",
+    "collapse": "✖",
+    "explosion": "▲",
+    "vanishing": "▼",
+    "leak": "⇄",
+    "fault": "✖",
+}
 _PLAIN = {
     "preserved": "healthy: the signal survives",
     "drift": "survives, but norms drift",
@@ -28,6 +36,7 @@ _PLAIN = {
     "explosion": "explosion: numbers leave their range",
     "vanishing": "vanishing: a signal, a gradient or a weight is gone",
     "leak": "leak: a location sees what it must not",
+    "fault": "fault: one block is unlike the others",
 }
 _HEADS: tuple[tuple[str, str, str], ...] = (
     ("norm² min", "norm_min", "smallest squared norm of a location over the width"),
@@ -113,6 +122,8 @@ def _default_title(inspections: Sequence[Inspection], curves: Mapping[str, Any])
     run = next(iter(curves)) if len(curves) == 1 else ""
     if len(names) == 1 or (run and all(name.startswith(run) for name in names)):
         return run or names[0]
+    if _stacks(inspections):
+        return inspections[0].model.partition(", ")[0]
     return f"{len(inspections)} networks" if inspections else f"{len(curves)} runs" if curves else "Results"
 
 
@@ -121,13 +132,22 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
     if not inspections:
         return f"Training curves of {len(curves)} run{'s' * (len(curves) > 1)}."
     lost = [inspection for inspection in inspections if inspection.verdict.lost]
-    if len(inspections) == 1:
-        inspection = inspections[0]
-        where = "" if inspection.verdict.block is None else f" ({inspection.verdict.words})"
-        return f"{'The signal is lost' if lost else 'The signal reaches the end'}{where}."
+    if len(inspections) == 1 or (lost and _stacks(inspections)):
+        inspection = inspections[0]  # of several stacks, the one at fault
+        stack = f" of {inspection.model.partition(', ')[2]}" if len(inspections) > 1 else ""
+        where = "" if inspection.verdict.block is None else f" ({inspection.verdict.words}{stack})"
+        what = "A block is at fault" if inspection.verdict.kind in ("leak", "fault") else "The signal is lost"
+        return f"{what if lost else 'The signal reaches the end'}{where}."
+    each = "stacks of blocks" if _stacks(inspections) else "networks"
     if not lost:
-        return f"The signal reaches the end of {'both' if len(inspections) == 2 else 'all'} networks."
-    return f"The signal is lost in {len(lost)} of {len(inspections)} networks."
+        return f"The signal reaches the end of {'both' if len(inspections) == 2 else 'all'} {each}."
+    return f"The signal is lost in {len(lost)} of {len(inspections)} {each}."
+
+
+def _stacks(inspections: Sequence[Inspection]) -> bool:
+    """Whether these are the stacks of one network."""
+    first = inspections[0] if inspections else None
+    return first is not None and len(inspections) == len(first.others) + 1 > 1
 
 
 def _card(index: int, inspection: Inspection) -> str:

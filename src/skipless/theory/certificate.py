@@ -18,7 +18,7 @@ from skipless.theory.propagation import KernelLayer
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing", "leak"]
+VerdictKind = Literal["preserved", "drift", "collapse", "explosion", "vanishing", "leak", "fault"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class Verdict:
-    """preserved, drift (norms leave the thresholds but nothing is lost), collapse, explosion, vanishing, or a leak from
-    the future or from another row of the batch, which theory does not know and measurements may find."""
+    """preserved, drift (norms leave the thresholds but nothing is lost), collapse, explosion, vanishing. Measurements
+    may also find a leak from the future or from another row of the batch, or a fault: a block that is unlike all others
+    though the signal still passes it."""
 
     kind: VerdictKind
     block: int | None
@@ -64,7 +65,7 @@ class Verdict:
 
     @property
     def lost(self) -> bool:
-        """Whether the signal is lost, as opposed to preserved or merely drifting."""
+        """Whether the signal is lost or a block is at fault, as opposed to preserved or merely drifting."""
         return self.kind not in ("preserved", "drift")
 
     @property
