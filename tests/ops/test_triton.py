@@ -1,5 +1,8 @@
 """The Triton kernels where a dense reference cannot follow: a million tokens, compiled code, repeated runs, memory."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ from skipless.ops.attention import is_decoding, shaped_attention
 from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.ops.reference import initial_attention
-from skipless.theory.shapes import AlibiShape, DenseShape, ExponentialShape, UniformShape
+from skipless.theory.shapes import AlibiShape, AttentionShape, CompactBias, DenseShape, ExponentialShape, UniformShape
 
 pytestmark = [
     pytest.mark.skipif(not gpu.INSTALLED, reason="triton is not installed"),
@@ -38,6 +41,43 @@ def test_what_the_kernels_refuse():
     ]:
         with pytest.raises(RuntimeError, match=f"impl='triton' cannot run this: .*{words}"):
             shaped_attention(value, value, value, shape, impl="triton", **options)
+
+
+@dataclass(frozen=True)
+class Own(AttentionShape):
+    """Compact forms that no shape of the paper has: slopes by head or rows, beside columns, a diagonal and scales."""
+
+    slopes: tuple[float, ...]
+    rows: bool
+    causal: bool = True
+
+    def compact(self, length: int) -> CompactBias:
+        here = np.arange(length) / length
+        row = np.log(0.05 + here) if self.rows else None
+        return CompactBias(np.array(self.slopes), np.sin(9 * here) - 1, np.cos(7 * here), 1 + here, row)
+
+
+@pytest.mark.parametrize(("slopes", "rows", "causal"), [((0.02, 0.3), False, True), ((0.0, 0.0), True, False)])
+def test_a_compact_shape_of_one_s_own_runs_on_the_kernels(slopes, rows, causal):
+    device, shape = "cuda" if torch.cuda.is_available() else "cpu", Own(slopes, rows, causal)
+    tensors = torch.randn(4, 1, 2, 100, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    found = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        q, k, v, upstream = (t.to(dtype).requires_grad_() for t in tensors)
+        out = shaped_attention(q, k, v, shape, impl=impl)
+        found.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_one_with_slopes_and_rows_at_once_is_left_to_slower_code(impl):
+    shape = Own((0.02, 0.3), True)
+    v = torch.randn(1, 2, 50, 16, dtype=torch.float64)
+    attended = shaped_attention(torch.zeros_like(v), v, v, shape, impl=impl)
+    torch.testing.assert_close(attended, torch.from_numpy(shape.dense(50)) @ v)
+    with pytest.raises(RuntimeError, match="both a slope and a row term"):
+        shaped_attention(v.float(), v.float(), v.float(), shape, impl="triton")
 
 
 def test_tensors_that_do_not_lie_in_rows_are_copied():

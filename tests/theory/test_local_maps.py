@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from skipless.model.config import ModelConfig
 from skipless.theory import local_maps
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.local_maps import (
@@ -20,6 +21,7 @@ from skipless.theory.local_maps import (
     q_slope,
     variance_gain,
 )
+from skipless.theory.shaping import dks, tat
 
 GELU = ShapedActivation("gelu")
 DKS_GELU = ShapedActivation("gelu", 0.298536, 0.244322, -0.177922, 4.841736)
@@ -261,3 +263,25 @@ def test_other_refusals():
         kernel_map(ShapedActivation("tanh"), 100 * np.ones((2, 2)))
     with pytest.raises(ValueError, match=r"\[-1, 1\]"):
         c_map(GELU, 1.1)
+
+
+@pytest.mark.parametrize(("base", "q_slope", "c_slope"), [("silu", 2.1726, 2.0666), ("gelu", 2.1441, 2.0720)])
+def test_gated_mlps_double_what_is_wrong(base, q_slope, c_slope):
+    """Σ ↦ σ²K_φ(Σ)⊙Σ for φ(u)·g with independent u and g: against samples, and its slopes at 1."""
+    kernel = np.array([[1.0, 0.4], [0.4, 0.8]])
+    plain = ShapedActivation(base)
+    u, g = np.linalg.cholesky(kernel) @ np.random.default_rng(0).standard_normal((2, 2, 400_000))
+    gated = plain(u) * g
+    np.testing.assert_allclose(gated @ gated.T / u.shape[1], local_maps.kernel_map(plain, kernel) * kernel, rtol=0.03)
+    gain = local_maps.variance_gain(plain)
+
+    def q_map(q):
+        return q * local_maps.q_map(plain, q, gain)
+
+    step = 1e-5
+    assert float(q_map(1 + step) - q_map(1 - step)) / (2 * step) == pytest.approx(q_slope, abs=1e-4)
+    assert 1 + float(local_maps.c_slope(plain)) == pytest.approx(c_slope, abs=1e-4)
+    for shaped in (dks(base, 36), tat(base, 36)):
+        assert 1 + float(local_maps.q_slope(shaped)) == pytest.approx(2.0, abs=1e-9)
+    with pytest.raises(ValueError, match=f"a gated MLP, .* use 'dks-{base}'"):
+        ModelConfig(activation={"silu": "swiglu", "gelu": "geglu"}[base])

@@ -5,10 +5,12 @@ from scipy.stats import ortho_group
 
 from skipless.theory import kernels, propagation
 from skipless.theory.activations import ShapedActivation
+from skipless.theory.exponential import decay_rates
 from skipless.theory.kernels import sample_tokens
 from skipless.theory.local_maps import variance_gain
 from skipless.theory.propagation import Attend, Chain, Mlp, Normalise, Residual, Skip, forward, sub_block
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
+from skipless.theory.shapes import ExponentialShape, TableShape
 from skipless.theory.shaping import dks
 
 
@@ -155,3 +157,31 @@ def test_individual_sequences_stay_near_the_average_diagonal():
 def test_unknown_norm_placement_is_named():
     with pytest.raises(ValueError, match="'none', 'pre' or 'post'"):
         sub_block(Normalise(), Skip(), "before")
+
+
+def test_heads_of_several_decays():
+    """What docs/derivations.md says of them: the mean over heads, negative steps from it, and chains of each head."""
+
+    class Heads(TableShape):
+        causal = True
+
+        def __init__(self, matrices):
+            self.matrices = np.stack(matrices)
+
+        def dense(self, length):
+            return self.matrices
+
+    rates, factors, size = decay_rates(0.05, 12)[1:], np.array([1 / 1.5, 1.5]), 64
+    kernel = chained = np.eye(size)
+    lowest, before = 0.0, None
+    for gamma in rates:
+        roots = [np.linalg.cholesky(kernels.exponential(gamma * f, size)) for f in factors]
+        steps = [root @ np.linalg.inv(np.linalg.cholesky(kernel)) for root in roots]
+        lowest = min(lowest, *(step.min() for step in steps))
+        kernel = Attend(Heads(steps)).forward(kernel)
+        np.testing.assert_allclose(kernel, sum(root @ root.T for root in roots) / 2, atol=1e-9)
+        own = [ExponentialShape.between(np.inf if before is None else before * f, gamma * f) for f in factors]
+        assert min(shape.dense(size).min() for shape in own) >= 0.0
+        chained, before = Attend(Heads([shape.dense(size) for shape in own])).forward(chained), gamma
+    assert lowest == pytest.approx(-0.0636, abs=1e-3)
+    assert np.diagonal(chained).max() == pytest.approx(1.038, abs=2e-3)

@@ -204,9 +204,20 @@ def _default_activation(depth: int, skip: Skip) -> tuple[ShapedActivation, float
         return shaping.dks("gelu", depth, few.largest_xi, weight), few.largest_xi
 
 
+_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "leaky_relu", "glu": "silu"}
+
+
 def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
     """ "dks-gelu", "tat-leaky_relu" and so on: shaped for `depth` nonlinearities; a bare name is left as it is."""
     method, _, base = name.rpartition("-")
+    if base in _GATED:
+        plain, shaped = _GATED[base], "tat" if method == "tat" else "dks"
+        raise ValueError(
+            f"activation is {name!r}, a gated MLP, and those are not built here: without norms an error in a squared "
+            "norm would about double in every block, and mirrored pairs of them do not start linear "
+            f"(docs/derivations.md); use '{shaped}-{plain}', or {plain!r} with mlp_init='mirrored', at 3/2 of the "
+            "gated hidden width"
+        )
     if method == "":
         return ShapedActivation(base)
     if method not in ("dks", "tat"):

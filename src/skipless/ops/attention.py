@@ -148,6 +148,8 @@ def why_not_triton(inputs: AttentionInputs) -> str | None:
         return "this shape is a dense table, and the GPU kernels compute the bias from O(T) vectors"
     if inputs.bias_gain is not None and inputs.bias.row is not None:
         return "bias_gain on a shape with a row term (U-SPA) is a power of a sum, which the GPU kernels do not form"
+    if inputs.bias.sloped_rows:
+        return "this shape has both a slope and a row term, and the GPU kernels compute one or the other"
     if q.dtype == torch.float64:
         return "the GPU kernels take float32, bfloat16 and float16, and q is float64"
     if q.shape[3] not in _HEAD_WIDTHS:

@@ -30,7 +30,8 @@ class BiasVectors:
     a compiled graph.
 
     reach is how many locations the vectors are right for, None for any number. Where exact_reach is set the shape
-    depends on the length, and is right for sequences of `reach` locations only. plain says that B is 0 and D is 1.
+    depends on the length, and is right for sequences of `reach` locations only. plain says that B is 0 and D is 1,
+    sloped_rows that there are both a slope and a row term.
 
     The tensors are float32 or float64 whatever the dtype of q: in bfloat16 they would move B by up to 6e-2. A module
     that registers them as buffers must keep `.to(bfloat16)` away from them, and puts them back by `with_tensors`.
@@ -46,6 +47,7 @@ class BiasVectors:
     reach: int | None = None
     exact_reach: bool = False
     plain: bool = False
+    sloped_rows: bool = False
 
     @classmethod
     def of(
@@ -77,12 +79,18 @@ class BiasVectors:
             reach=None if any_length else length,
             exact_reach=not (any_length or shape.causal),
             plain=isinstance(shape, PlainShape),
+            sloped_rows=compact.row is not None and bool(np.any(compact.slope)),
         )
 
     @classmethod
     def _of_table(cls, shape: AttentionShape, length: int, device, dtype: torch.dtype) -> "BiasVectors":
         zero = torch.zeros(1, device=device, dtype=dtype)
         scale, table = shape.row_scale(length), shape.bias(length)
+        if table.shape != (length, length):
+            raise ValueError(
+                f"{type(shape).__name__} has a table of {table.shape} for {length} locations; it must be ({length}, "
+                f"{length}), one for all heads. Slopes by head have a compact form: see CompactBias"
+            )
         return cls(
             slope=zero[0],
             column=zero,

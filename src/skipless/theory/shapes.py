@@ -25,7 +25,8 @@ class CompactBias:
     """The parts of B and D that an attention kernel reads, in float64.
 
     A vector shorter than the sequence has converged: its last entry stands for every later location.
-    slope is a number, or one per head. row is None where the shape has no row term.
+    slope is a number, or one per head. row is None where the shape has no row term; the GPU kernels take a slope or a
+    row term, and leave a shape with both to slower code.
     """
 
     slope: np.ndarray
@@ -96,7 +97,7 @@ class TableShape(AttentionShape):
 
     @abstractmethod
     def dense(self, length: int) -> np.ndarray:
-        """A itself, T×T (heads×T×T for per-head shapes), without negative entries."""
+        """A itself, T×T, one for all heads, without negative entries."""
 
     def bias(self, length: int) -> np.ndarray:
         return _log_rows(self.dense(length))
