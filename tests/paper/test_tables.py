@@ -7,6 +7,7 @@ import pytest
 
 from skipless.cli.reproduce import check_arms, scale_named, tables_named
 from skipless.model.kernel_maps import attention_shapes
+from skipless.model.quantise import QUANTISATIONS
 from skipless.paper.claims import Later
 from skipless.paper.experiments import (
     SCALES,
@@ -19,6 +20,7 @@ from skipless.paper.experiments import (
 )
 from skipless.paper.runs import make_run, missing, run_key, total
 from skipless.paper.tables import TABLES
+from skipless.paper.uses import FORMATS
 from skipless.training.config import Experiment, OptimizerConfig
 
 TRAINED = [table for table in TABLES.values() if not table.kernels]
@@ -32,7 +34,7 @@ def test_every_arm_is_an_experiment_at_every_size(table: PaperTable, scale, text
     for arm in table.arms:
         experiment = arm.experiment(scale, text, arm.rates(scale, text, 1)[0], seed=2, multiple=arm.step_multiples[-1])
         assert Experiment.from_json(experiment.to_json()) == experiment
-        assert len(attention_shapes(experiment.model)) == experiment.model.depth >= 32
+        assert len(attention_shapes(experiment.model)) == experiment.model.depth >= 27
         assert experiment.train.seed == 2
         assert experiment.train.checkpoint_every or arm.step_multiples[-1] == 1.0 or scale.name == "tiny"
 
@@ -197,9 +199,12 @@ def test_every_item_states_its_bands_about_its_own_arms(table: PaperTable) -> No
         assert claim.text()
 
 
+MANY = ("mirrored", "mirrored-depth", "low-bits", "blocks", "backwards")
+
+
 def test_few_arms_at_the_size_of_one_gpu(text: Text) -> None:
     scale = SCALES["small"]
-    assert all(len(table.chosen(scale)) <= 6 for table in TRAINED if table.name not in ("mirrored", "mirrored-depth"))
+    assert all(len(table.chosen(scale)) <= 6 for table in TRAINED if table.name not in MANY)
     assert all(table.chosen(SCALES["paper"]) == table.arms for table in TRAINED)
     assert total(TABLES["baselines"], Setting.of(scale, text)) == 5 * (3 + 1)
 
@@ -221,11 +226,18 @@ def test_unknown_names_suggest_near_ones() -> None:
     with pytest.raises(ValueError, match=r"--scale is 'smal'; did you mean 'small'"):
         scale_named("smal")
     assert [table.name for table in tables_named(["depth", "all", "depth"])][:2] == ["depth", "kernels"]
-    assert len(tables_named(["all"])) == len(TABLES) == 29
+    assert len(tables_named(["all"])) == len(TABLES) == 32
+
+
+def test_low_bits_has_every_quantisation() -> None:
+    assert tuple(QUANTISATIONS) == FORMATS
+    assert {f"{name}_rise" for name in FORMATS} <= set(TABLES["low-bits"].quantities)
 
 
 def test_the_catalogue_has_every_table_that_a_file_states() -> None:
-    files = {import_module(f"skipless.paper.{name}") for name in ("skipless", "skips", "extensions", "mirrored")}
+    files = {
+        import_module(f"skipless.paper.{name}") for name in ("skipless", "skips", "extensions", "mirrored", "uses")
+    }
     stated = [each.name for file in files for each in vars(file).values() if isinstance(each, PaperTable)]
     assert sorted(stated) == sorted(TABLES)
     assert all(TABLES[name].name == name for name in TABLES)

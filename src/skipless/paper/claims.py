@@ -264,6 +264,26 @@ class Above:
 
 
 @dataclass(frozen=True)
+class Below:
+    """A measure of an arm is below a bound."""
+
+    arm: str
+    quantity: str
+    bound: float
+
+    def text(self) -> str:
+        """In words."""
+        return f"{self.quantity.replace('_', ' ')} of {self.arm} is below {self.bound:g}"
+
+    def judge(self, results: Results) -> Verdict:
+        """The mean and half of what seeds differ by."""
+        sample = results.sample(self.arm, self.quantity)
+        if sample is None:
+            return Verdict("not run")
+        return _verdict(sample.mean + sample.half_range < self.bound, _show(sample))
+
+
+@dataclass(frozen=True)
 class Later:
     """A claim that was added after some of its runs, beside one that passes too easily, or fails to say enough."""
 
@@ -299,4 +319,5 @@ def _of(quantity: str) -> str:
 def _show(sample: Sample) -> str:
     if math.isinf(sample.mean):
         return "diverged"
-    return f"{sample.mean:.3f}" + (f" ± {sample.half_range:.3f}" if len(sample.values) > 1 else " (one seed)")
+    digits = ".2g" if abs(sample.mean) < 1e-3 else ".3f"
+    return f"{sample.mean:{digits}}" + (f" ± {sample.half_range:{digits}}" if len(sample.values) > 1 else " (one seed)")

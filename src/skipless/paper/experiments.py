@@ -24,7 +24,9 @@ from skipless.training.config import DataConfig, Experiment, OptimizerConfig, Pr
 if TYPE_CHECKING:
     from skipless.paper.claims import Claim
 
-Measure = Literal["", "probes", "tasks", "pace"]  # names in logs; "pace": the time of a step, with nothing beside it
+Measure = Literal[
+    "", "probes", "tasks", "uses", "pace"
+]  # names in logs; "pace": the time of a step, with nothing beside it
 Optimizer = Literal["adam", "muon", "soap"]
 
 # The rate falls as depth^−power. Each of L blocks moves the output of a network without skips by about as much as its
@@ -42,7 +44,8 @@ class PaperTable:
     step_ladder: multiples of the usual steps that an arm is trained for, until it reaches the loss that `baseline` has
     after the usual number. keeps_weights: of longer runs and of measured ones. kernels: nothing is trained, theory
     alone. embedding_rates: an odd number of neighbouring rates at which every arm's embedding is tried; a single one is
-    not tuned, and () is the scale's own rate.
+    not tuned, and () is the scale's own rate. side_by_side: quantities are columns of one table on its page.
+    profiles: further measures that its page shows block by block.
     """
 
     name: str
@@ -57,6 +60,8 @@ class PaperTable:
     note: str = ""
     keeps_weights: bool = False
     kernels: bool = False
+    side_by_side: bool = False
+    profiles: tuple[str, ...] = ()
     embedding_rates: tuple[float, ...] = ()
 
     def __post_init__(self):

@@ -23,6 +23,10 @@ def measured(run: Run, folder: Path, tasks: Path | None, device: str) -> dict[st
         return {"measures": kernel_measures(run.experiment.model, list(stages.values())), "kernels": pack(stages)}
     if run.measure == "tasks":
         return {"measures": task_measures(folder, tasks, device)}
+    if run.measure == "uses":
+        from skipless.paper.uses import use_measures
+
+        return use_measures(run, folder, device)
     return {}
 
 

@@ -139,14 +139,14 @@ def _networks(optimizer: Optimizer) -> dict[str, Arm]:
     }
 
 
-_ARMS = {optimizer: _networks(optimizer) for optimizer in _OPTIMISERS}
-_KINDS = tuple(_ARMS["adam"])
+ARMS = {optimizer: _networks(optimizer) for optimizer in _OPTIMISERS}
+_KINDS = tuple(ARMS["adam"])
 
 MIRRORED = PaperTable(
     "mirrored",
     "Mirrored networks, without skips and norms, beside Pre-LN",
     "beyond the paper, which needs about 5 times the steps with Adam",
-    tuple(sorted((_ARMS[way][kind] for kind in _KINDS for way in _OPTIMISERS), key=lambda arm: not arm.core)),
+    tuple(sorted((ARMS[way][kind] for kind in _KINDS for way in _OPTIMISERS), key=lambda arm: not arm.core)),
     (
         Lower("mirrored/adam", "pre-ln/adam", 0.05),
         Lower("mirrored-identity/adam", "pre-ln/adam", 0.05),
@@ -175,7 +175,7 @@ LONGER = PaperTable(
     "Mirrored networks and Pre-LN after three times the steps",
     "beyond the paper, which trains E-SPA five times as long as Pre-LN",
     tuple(
-        replace(_ARMS[way][kind], step_multiples=(1.0, 3.0))
+        replace(ARMS[way][kind], step_multiples=(1.0, 3.0))
         for way in ("adam", "muon")
         for kind in ("pre-ln", "mirrored-gain")
     ),
@@ -189,7 +189,7 @@ LONG = PaperTable(
     "Mirrored networks and Pre-LN of 36 blocks × 512 over 16,000 steps",
     "beyond the paper, whose network of this size ends at 3.12 after 100,000 steps of WikiText-103",
     tuple(
-        replace(_ARMS[way][kind], step_multiples=(1.0, 8.0), steps_power=STEPS_POWER, seeds=None)
+        replace(ARMS[way][kind], step_multiples=(1.0, 8.0), steps_power=STEPS_POWER, seeds=None)
         for way in ("adam", "muon")
         for kind in ("pre-ln", "mirrored-gain")
     ),
@@ -212,7 +212,7 @@ def _deep(kind: str, depth: int) -> Arm:
     """An arm of `mirrored` with Muon, deeper; "pre-ln-constant" keeps Pre-LN's rate whatever the depth."""
     constant = kind == "pre-ln-constant"
     network = "pre-ln" if constant else kind
-    arm = _ARMS["muon"][network]
+    arm = ARMS["muon"][network]
     words = ", the rate of 36" * constant
     return replace(
         arm,
@@ -257,15 +257,15 @@ OTHERS = PaperTable(
     "Other attention with mirrored MLPs, and Pre-LN with them, trained by Muon",
     "beyond the paper, whose MLPs are orthogonal or Gaussian",
     (
-        _ARMS["muon"]["pre-ln"],
+        ARMS["muon"]["pre-ln"],
         _other("pre-ln-mirrored", "Pre-LN, mirrored MLPs", "pre-ln"),
-        _ARMS["muon"]["mirrored"],
-        _other("u-spa-mirrored", "U-SPA mirrored", "u-spa", role_rates=_ARMS["muon"]["mirrored"].role_rates),
+        ARMS["muon"]["mirrored"],
+        _other("u-spa-mirrored", "U-SPA mirrored", "u-spa", role_rates=ARMS["muon"]["mirrored"].role_rates),
         _other(
             "v-skipinit-mirrored",
             "V-SkipInit mirrored, gains at 0.001",
             "v-skipinit",
-            role_rates=_ARMS["muon"]["mirrored"].role_rates,
+            role_rates=ARMS["muon"]["mirrored"].role_rates,
             gain_rate=1e-3,
         ),
     ),

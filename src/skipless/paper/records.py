@@ -25,7 +25,8 @@ class Record:
 
     Losses are infinite where it diverged. multiple: of the usual steps. step_seconds: the median over the run, which
     compares with others only where jobs, the number of runs side by side, is 1. curve: [step, smoothed loss], thinned.
-    kernels: a few cosines, packed by skipless.paper.measures. embedding_rate: None is the scale's own.
+    kernels: a few cosines, packed by skipless.paper.measures. by_block: measures of every block. embedding_rate: None
+    is the scale's own.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Record:
     measures: dict[str, float] = field(default_factory=dict)
     curve: list[list[float]] = field(default_factory=list)
     kernels: dict[str, Any] = field(default_factory=dict)
+    by_block: dict[str, list[float]] = field(default_factory=dict)
     embedding_rate: float | None = None
 
     @property
@@ -147,6 +149,7 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
         **{name: outcome[name] for name in ("seconds", "step_seconds", "jobs", "device", "torch", "commit", "time")},
         measures=dict(outcome.get("measures", {})),
         kernels=dict(outcome.get("kernels", {})),
+        by_block=dict(outcome.get("by_block", {})),
         embedding_rate=run.embedding_rate,
     )
 
@@ -154,6 +157,8 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     return value

@@ -44,6 +44,9 @@ _FILES = {
     "mirrored-long": "mirrored",
     "mirrored-depth": "mirrored",
     "mirrored-others": "mirrored",
+    "low-bits": "uses",
+    "blocks": "uses",
+    "backwards": "uses",
 }
 
 
@@ -113,7 +116,9 @@ def markdown(summary: Summary, figure: str = "") -> str:
     if found := grid(table, summary.outcomes):
         words = f"; in brackets the steps to the loss of {table.baseline}, over its own" if table.baseline else ""
         parts.append(f"## At a glance: training loss{words}\n\n{markdown_table(*found)}")
-    for quantity in table.quantities:
+    if table.side_by_side:
+        parts.append(f"## Side by side\n\n{markdown_table(*_columns(summary))}{_by_block(summary)}")
+    for quantity in () if table.side_by_side else table.quantities:
         title = _NAMES.get(quantity, quantity.replace("_", " ").capitalize())
         parts.append(f"## {title}\n\n{markdown_table(HEAD, [row.line() for row in rows(summary.outcomes, quantity)])}")
     if lines := ratio_rows(table, summary.outcomes):
@@ -238,6 +243,50 @@ def ratio_to(outcome: Outcome, target: Sample) -> Ratio | None:
     """Steps the arm needs for the target's loss, over the usual number."""
     losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
     return steps_ratio(target.mean, losses)
+
+
+def _columns(summary: Summary) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Head and lines of one table: arms by quantities, at the best rate."""
+    quantities = summary.table.quantities
+    lines: list[Sequence[str]] = [
+        (
+            outcome.arm.label,
+            *(_significant(outcome.sample(quantity)) for quantity in quantities),
+            str(len(outcome.runs.get(1.0, {}))),
+        )
+        for outcome in summary.outcomes.values()
+    ]
+    return ("arm", *(quantity.replace("_", " ") for quantity in quantities), "seeds"), lines
+
+
+def _significant(sample: Sample | None) -> str:
+    """Three digits, and what seeds differ by."""
+    if sample is None:
+        return "–"
+    spread = f" ± {sample.half_range:.1g}" if len(sample.values) > 1 else ""
+    return f"{sample.mean:.3g}{spread}"
+
+
+def _by_block(summary: Summary) -> str:
+    """The first seed's numbers of nine blocks, for the quantities that have them."""
+    first_seeds = {o.arm.label: o.runs.get(1.0, {}).get(0) for o in summary.outcomes.values()}
+    parts = []
+    for quantity in (*summary.table.quantities, *summary.table.profiles):
+        values = {
+            label: run.by_block[quantity] for label, run in first_seeds.items() if run and quantity in run.by_block
+        }
+        if not values:
+            continue
+        most = max(map(len, values.values()))
+        shown = sorted({round(index * (most - 1) / 8) for index in range(9)})
+        lines = [
+            (label, *(f"{numbers[at]:.3g}" if at < len(numbers) else "–" for at in shown))
+            for label, numbers in values.items()
+        ]
+        before = quantity == "readout_rise"  # which has the embedding too
+        head = ("arm", *(str(at + (not before)) for at in shown))
+        parts.append(f"\n## By block: {quantity.replace('_', ' ')}\n\n{markdown_table(head, lines)}")
+    return "".join(parts)
 
 
 def best_record(outcome: Outcome, multiple: float = 1.0) -> Record | None:

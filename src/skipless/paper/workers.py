@@ -325,7 +325,7 @@ def _trained(request: RunRequest) -> dict[str, Any]:
     if (request.folder / FINISHED).is_file():  # an earlier call was killed between its end and its record
         return {"step_seconds": float("nan")}
     logger, run = logging.getLogger("skipless"), request.run
-    needed = run.weights or run.measure == "tasks" or request.other_text is not None
+    needed = run.weights or run.measure in ("tasks", "uses") or request.other_text is not None
     limits = RunLimits(seconds=request.seconds, weights=needed)
     before = logger.level
     if request.quiet:
