@@ -1,20 +1,23 @@
 """Every Python block of the documents runs as written.
 
 The blocks of one document share a namespace, in order, as a reader would paste them. A block opened by
-```` ```python no-run ```` is left out.
+```` ```python no-run ```` is left out, and one opened by ```` ```python needs=PACKAGE ```` where that is not installed.
 """
 
+import importlib.util
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python[ \t]*(?P<tag>[^\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
-TAGS = {"", "no-run"}
+TAG = re.compile(r"(no-run|needs=(?P<package>\w+))?")
 
 
 def blocks(text: str) -> list[tuple[int, str, str]]:
@@ -31,11 +34,50 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MPLBACKEND", "agg")
     namespace = {"__name__": "__main__"}
     for lines_before, tag, code in blocks(path.read_text()):
-        assert tag in TAGS, f"{path.name}:{lines_before}: unknown tag {tag!r} on a Python block; known: no-run"
-        if tag == "no-run":
+        known = TAG.fullmatch(tag)
+        assert known, f"{path.name}:{lines_before}: unknown tag {tag!r} on a Python block; known: no-run, needs=PACKAGE"
+        if tag == "no-run" or (known["package"] and not importlib.util.find_spec(known["package"])):
             continue
         padded = "\n" * lines_before + code  # so that a traceback points at the document's line
         exec(compile(padded, str(path), "exec"), namespace)
+
+
+SHELL = re.compile(r"^```sh\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def test_every_command_shown_has_the_options_it_is_given() -> None:
+    """Commands in sh blocks are not run, as they train and read files; but each is there, with these options."""
+    from typer.testing import CliRunner
+
+    from skipless.cli.app import app
+
+    shown: dict[str, set[str]] = {}
+    for path in DOCUMENTS:
+        for block in SHELL.findall(path.read_text()):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = line.split("  #")[0].split()
+                if "skipless" in words[:1]:
+                    shown.setdefault(words[1], set()).update(w.split("=")[0] for w in words[2:] if w.startswith("--"))
+    assert {"prepare", "train", "inspect", "reproduce"} <= set(shown)
+    for command, options in shown.items():
+        if command.startswith("--"):
+            continue
+        done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"})
+        assert done.exit_code == 0, f"no command {command}"
+        missing = {option for option in options if not re.search(rf"{option}\b", done.output)}
+        assert not missing, f"skipless {command} has no {missing}"
+
+
+def test_the_example_of_a_gpt_trains() -> None:
+    """Small, on a page of ours: it ends below the entropy of the bytes, and is no longer than promised."""
+    example = REPOSITORY / "examples" / "nanogpt_espa.py"
+    assert len(example.read_text().splitlines()) <= 100
+    text = REPOSITORY / "docs" / "training.md"
+    counts = torch.bincount(torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long())
+    entropy = torch.distributions.Categorical(counts.float()).entropy().item()
+    sizes = ["--depth", "4", "--width", "64", "--length", "64"]
+    losses = runpy.run_path(str(example))["main"]([str(text), "120", *sizes, "--rate", "3e-3"])
+    assert sum(losses[-10:]) / 10 < entropy - 0.2
 
 
 PROMISES = [REPOSITORY / "docs" / "equations.md", REPOSITORY / "docs" / "reliability.md", REPOSITORY / "SECURITY.md"]
