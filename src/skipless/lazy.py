@@ -86,7 +86,7 @@ def import_code(name: str) -> None:
     """
     path = Path(name)
     if path.suffix != ".py":
-        _run(name, lambda: import_module(name))
+        _run(f"--import {name}", lambda: import_module(name))
         return
     if not path.is_file():
         raise ValueError(f"--import {name}: there is no such file (working folder {Path.cwd()})")
@@ -100,7 +100,7 @@ def import_code(name: str) -> None:
         raise ValueError(f"--import {name} is no Python file")
     module = sys.modules[path.stem] = module_from_spec(spec)  # as dataclasses expect it
     try:
-        _run(name, functools.partial(spec.loader.exec_module, module))
+        _run(f"--import {name}", functools.partial(spec.loader.exec_module, module))
     except BaseException:
         del sys.modules[path.stem]
         raise
@@ -110,7 +110,7 @@ def import_code(name: str) -> None:
 def import_extensions() -> None:
     """Import what installed packages offer as entry points of the group "skipless.extensions", all of it, once."""
     for entry in metadata.entry_points(group=EXTENSIONS):
-        _run(f"{entry.value} (entry point {entry.name!r})", entry.load)
+        _run(f"the installed extension {entry.name!r} ({entry.value})", entry.load)
 
 
 def _run(name: str, load: Callable[[], Any]) -> None:
@@ -119,4 +119,4 @@ def _run(name: str, load: Callable[[], Any]) -> None:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, SyntaxError) else f", line {last.lineno} of {Path(last.filename).name}"
-        raise ValueError(f"--import {name}: {type(error).__name__}: {error}{where}") from error
+        raise ValueError(f"{name}: {type(error).__name__}: {error}{where}") from error

@@ -111,6 +111,8 @@ VALUES: list[list[str]] = [
         json=(".",),
         figure=("x.jpg",),
     ),
+    *spread("inspect wikitext103/e-spa --width 32 --depth 2", **{"import": ("nosuch.py", "data")}),
+    *spread("train experiment.json --show", **{"import": ("nosuch.py", "text.txt")}),
     *spread("inspect wikitext103/e-spa --length 8", depth=NOT_POSITIVE, width=NOT_POSITIVE, heads=NOT_POSITIVE),
     *spread("inspect wikitext103/e-spa --width 32 --depth 2", length=("1", *NOT_POSITIVE), batch=("999999999999",)),
     *(["inspect", name] for name in ("nosuch", "hf:nosuch", "hf:", "data", "tasks", "experiment.json", "")),

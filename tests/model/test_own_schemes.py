@@ -209,6 +209,16 @@ def test_an_installed_extension_is_found_by_the_name_of_its_scheme(monkeypatch):
     monkeypatch.setattr(lazy.metadata, "entry_points", lambda group: [entry] if group == lazy.EXTENSIONS else [])
     lazy.import_extensions.cache_clear()
     assert Scheme.from_dict({"kind": "installed"}).kind == "installed"
+    assert Scheme.from_dict({"kind": "installed"}).describe() == "installed"
+
+    def broken(self):
+        raise KeyError("x")
+
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", broken)
+    lazy.import_extensions.cache_clear()
+    assert Scheme.from_dict({"kind": "e-spa"}).kind == "e-spa"  # which needs none
+    with pytest.raises(ValueError, match=r"the installed extension 'mine' \(tests.*\): KeyError: 'x', line"):
+        Scheme.from_dict({"kind": "nosuch"})
     lazy.import_extensions.cache_clear()
 
 

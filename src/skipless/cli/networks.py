@@ -81,6 +81,8 @@ def select(name: str, options: KernelsArguments) -> Selection:
         check_depth(options.depth)
     if name in FIGURES:
         return _figure(name, options)
+    if name not in schemes() and "/" not in name:
+        import_extensions()
     if name in schemes():
         scheme, rate = _of_kind(name, options.assignments), studies.SIGNAL.repeat_rate
     elif "/" in name:
@@ -96,7 +98,6 @@ def select(name: str, options: KernelsArguments) -> Selection:
 
 def schemes() -> list[str]:
     """The names of schemes: the paper's, and those that imported code has registered."""
-    import_extensions()
     own = [kind for kind in SCHEMES if kind not in ("standard", "value-skipinit")]
     return ["standard", *_OTHER_NAMES, *own]
 
@@ -110,6 +111,7 @@ def _of_kind(name: str, assignments: tuple[str, ...] | None) -> Scheme:
 
 def name_list() -> str:
     """Every name, by kind."""
+    import_extensions()
     kinds = {"figures": FIGURES, "schemes": schemes(), "presets": presets.names()}
     return "\n".join(f"{kind}:\n" + "\n".join(f"  {name}" for name in names) for kind, names in kinds.items())
 

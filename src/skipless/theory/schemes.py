@@ -113,7 +113,8 @@ class Scheme(ABC):
 
     def describe(self) -> str:
         """What stands beside the scheme's name in tables and figures."""
-        return ", ".join(f"{name} = {value}" for name, value in self.to_dict().items() if name != "kind")
+        fields = {name: value for name, value in self.to_dict().items() if name != "kind"}
+        return ", ".join(f"{name} = {value}" for name, value in fields.items()) or self.kind
 
     def to_dict(self) -> dict[str, Any]:
         """Its kind and its fields, as JSON has them; what is None is left out, so that old runs keep their names."""
