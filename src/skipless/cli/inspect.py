@@ -368,7 +368,7 @@ def _show(console: "Console", found: Inspection) -> None:
     console.print()
     colour = "green" if found.verdict.kind == "preserved" else "yellow" if not found.verdict.lost else "red"
     print_text(console, f"{found.model}: {found.verdict.text}", style=f"bold {colour}", wrap=True)
-    for words in (found.advice, *found.notes):
+    for words in (found.advice, *(f"Note: {note}" for note in found.notes)):
         if words:
             print_text(console, words, wrap=True)
 

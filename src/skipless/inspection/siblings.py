@@ -126,7 +126,7 @@ def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
     if any(still) and not all(still):
         which = [name for name, frozen in zip(names, still, strict=True) if frozen]
         verb = "is frozen: its parameters do" if len(which) == 1 else "are frozen: their parameters do"
-        yield f"{_blocks(which)} {verb} not learn (requires_grad is off)."
+        yield f"{_blocks(which)} {verb} not learn. If that is not meant: requires_grad_(True)."
 
 
 def _dropped(blocks: Sequence[Block]) -> Iterator[str]:

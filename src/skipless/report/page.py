@@ -154,7 +154,7 @@ def _card(index: int, inspection: Inspection) -> str:
     """A verdict in plain words, and the box that shows or hides the network below."""
     verdict = inspection.verdict
     advice = f'<p class="advice"><b>What to change:</b> {escape(inspection.advice)}</p>' if inspection.advice else ""
-    advice += "".join(f'<p class="advice">{escape(note)}</p>' for note in inspection.notes)
+    advice += "".join(f'<p class="advice"><b>Note:</b> {escape(note)}</p>' for note in inspection.notes)
     return (
         f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
         f"{_MARKS[verdict.kind]}</span> {escape(inspection.model)}</h3>"
