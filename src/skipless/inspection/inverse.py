@@ -7,7 +7,8 @@ A sub-block y = f(x) is solved for x by sweeps x ← x + P(y − f(x)), with hal
               and the first sweep is then exact
     attention y = A(x)V(x)W_O: x = W_V⁻¹ A(x)⁻¹ y W_O⁻¹ with A of the last sweep, a triangular solution by head
 
-Rounding grows by each block's condition number, however many sweeps there are.
+Rounding grows by each block's condition number, however many sweeps there are. Attention that has been trained can give
+the same output for two inputs; then the sweeps may find the other one.
 """
 
 from collections.abc import Callable

@@ -12,7 +12,8 @@ dropping one is claimed to cost more, and 36 blocks to gain more over 27. At its
 
 Seen after the claims were written, on a CPU (24 blocks × 64, 300 steps of bytes by Muon, one seed, Pre-LN second):
 nf4 .36 and .002 nats, folded .10; int8 .001 and 0; one block dropped 3.1 and .08; the worst block alone backwards .18
-and 21, the median one .04 and 6e-8. So what starts invertible does not stay so under these sweeps.
+and 21, the median one .04 and 6e-8. What starts invertible does not stay so. In float64 the MLPs do, with a condition
+number of 2, and attention does not: in two early blocks another input, 7 % away, gives the same output to 3e-10.
 """
 
 from collections.abc import Sequence
