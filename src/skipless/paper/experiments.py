@@ -44,7 +44,7 @@ class PaperTable:
     step_ladder: multiples of the usual steps that an arm is trained for, until it reaches the loss that `baseline` has
     after the usual number. keeps_weights: of longer runs and of measured ones. kernels: nothing is trained, theory
     alone. embedding_rates: an odd number of neighbouring rates at which every arm's embedding is tried; a single one is
-    not tuned, and () is the scale's own rate. side_by_side: quantities are columns of one table on its page.
+    not tuned, and () is the scale's own rate. side_by_side: its page has one table, of quantities by arms.
     profiles: further measures that its page shows block by block.
     """
 

@@ -117,7 +117,7 @@ def markdown(summary: Summary, figure: str = "") -> str:
         words = f"; in brackets the steps to the loss of {table.baseline}, over its own" if table.baseline else ""
         parts.append(f"## At a glance: training loss{words}\n\n{markdown_table(*found)}")
     if table.side_by_side:
-        parts.append(f"## Side by side\n\n{markdown_table(*_columns(summary))}{_by_block(summary)}")
+        parts.append(f"## Side by side\n\n{markdown_table(*_side_by_side(summary))}{_by_block(summary)}")
     for quantity in () if table.side_by_side else table.quantities:
         title = _NAMES.get(quantity, quantity.replace("_", " ").capitalize())
         parts.append(f"## {title}\n\n{markdown_table(HEAD, [row.line() for row in rows(summary.outcomes, quantity)])}")
@@ -245,18 +245,15 @@ def ratio_to(outcome: Outcome, target: Sample) -> Ratio | None:
     return steps_ratio(target.mean, losses)
 
 
-def _columns(summary: Summary) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Head and lines of one table: arms by quantities, at the best rate."""
-    quantities = summary.table.quantities
+def _side_by_side(summary: Summary) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Head and lines of one table: quantities by arms, at the best rate."""
+    found = summary.outcomes
     lines: list[Sequence[str]] = [
-        (
-            outcome.arm.label,
-            *(_significant(outcome.sample(quantity)) for quantity in quantities),
-            str(len(outcome.runs.get(1.0, {}))),
-        )
-        for outcome in summary.outcomes.values()
+        (quantity.replace("_", " "), *(_significant(outcome.sample(quantity)) for outcome in found.values()))
+        for quantity in summary.table.quantities
     ]
-    return ("arm", *(quantity.replace("_", " ") for quantity in quantities), "seeds"), lines
+    lines.append(("seeds", *(str(len(outcome.runs.get(1.0, {}))) for outcome in found.values())))
+    return ("", *found), lines
 
 
 def _significant(sample: Sample | None) -> str:
