@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from skipless.console import nearest
 
 T = TypeVar("T")
+_NO_DEFAULT = object()
 
 KINDS: dict[Any, str] = {
     bool: "true or false",
@@ -51,8 +52,8 @@ def check_own(instance: Any, prefix: str = "") -> None:
     """For __post_init__: refuse a field that is not of its type; NumPy's numbers become Python's, and lists tuples."""
     for name, hint in _hints(type(instance)).items():
         value = getattr(instance, name)
-        if type(value) is hint or (value is None and getattr(type(instance), name, ...) is None):
-            continue  # as most are, or its default, to be filled in
+        if type(value) is hint or value is getattr(type(instance), name, _NO_DEFAULT):
+            continue  # as most are; a default may also be None, to be filled in
         checked = check(value, hint, prefix + name)
         if checked is not value:
             object.__setattr__(instance, name, checked)
