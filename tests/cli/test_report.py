@@ -131,7 +131,7 @@ def test_of_too_many_curves_the_usual_length_is_kept_or_none():
     every, tables, words = read_results([item], most=99)
     usual = {name for name in every if "×" not in name}
     assert words == ""
-    assert tables[0].head == ("", "adam", "muon", "soap", "muon-vo")
+    assert tables[0].head == ("", "adam", "muon", "soap", "muon-vo", "muon-gain")
     steps = next(table for table in tables if table.title.endswith("steps to a loss"))
     assert "paper" not in steps.head  # which has no number of it
     assert all(len(row) == len(steps.head) for row in steps.rows)
