@@ -174,14 +174,34 @@ LONGER = PaperTable(
     "mirrored-longer",
     "Mirrored networks and Pre-LN after three times the steps",
     "beyond the paper, which trains E-SPA five times as long as Pre-LN",
-    tuple(
-        replace(ARMS[way][kind], step_multiples=(1.0, 3.0))
-        for way in ("adam", "muon")
-        for kind in ("pre-ln", "mirrored-gain")
+    (
+        *(
+            replace(ARMS[way][kind], step_multiples=(1.0, 3.0))
+            for way in ("adam", "muon")
+            for kind in ("pre-ln", "mirrored-identity", "mirrored-gain")
+        ),
+        replace(
+            ARMS["muon"]["mirrored-gain"],
+            name="mirrored-gain-law/muon",
+            label=ARMS["muon"]["mirrored-gain"].label + ", rates by the law over steps",
+            step_multiples=(3.0,),
+            follows="mirrored-gain/muon",
+            depth_power=0.0,
+            steps_power=STEPS_POWER,
+            seeds=None,
+        ),
     ),
-    (Lower("mirrored-gain/adam@3", "pre-ln/adam@3"),),
+    (
+        Lower("mirrored-gain/adam@3", "pre-ln/adam@3"),
+        Lower("mirrored-identity/adam@3", "pre-ln/adam@3"),
+        Lower("mirrored-gain-law/muon@3", "mirrored-gain/muon@3"),
+    ),
     quantities=("train_loss", "valid_loss"),
     embedding_rates=EMBEDDING_RATES,
+    note=(
+        "Rates are those tuned over 1,500 steps. By the law over steps all rates of a run three times as long are "
+        "0.69 of them, 3^(−1/3)."
+    ),
 )
 
 LONG = PaperTable(
