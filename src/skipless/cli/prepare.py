@@ -1,4 +1,4 @@
-"""`skipless prepare`: from a corpus to token shards."""
+"""`skipless prepare`: from a corpus to token shards, or from pictures to arrays."""
 
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -13,7 +13,7 @@ from skipless.data.tokenizer import Bytes, FileTokenizer, TokenizerChoice, Train
 
 def command(
     corpus: Annotated[
-        str, typer.Argument(help="stdlib, wikitext-103, c4, or a file, folder or quoted glob.")
+        str, typer.Argument(help="stdlib, wikitext-103, c4, or a file, folder or quoted glob; with --images a folder.")
     ] = "stdlib",
     out: Annotated[Path | None, typer.Option(help="Folder for the shards; by default data/CORPUS-VOCAB.")] = None,
     vocab: Annotated[int, typer.Option(help="Pieces of the SentencePiece tokenizer to train.")] = 32_000,
@@ -28,11 +28,21 @@ def command(
     invalid_utf8: Annotated[str, typer.Option(help="At bytes that are not UTF-8: error, or replace.")] = "error",
     download: Annotated[bool, typer.Option("--download", help="Allow the network, for wikitext-103 and c4.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start over in a folder with other options.")] = False,
+    images: Annotated[bool, typer.Option("--images", help="Pictures: train/CLASS/*.jpg, test/CLASS/*.jpg.")] = False,
 ) -> None:
     """Turn text into token shards: train a tokenizer, tokenise with all cores, write a manifest.
 
+    With --images, turn pictures into arrays: a folder, or a tar, of train/CLASS/*.jpg and test/CLASS/*.jpg. Of the
+    other options only --out and --force are theirs.
+
     Can be stopped at any time and run again; a finished folder is checked and left as it is.
     """
+    if images:
+        text = {"--tokenizer": tokenizer, "--bytes": bytes_, "--valid": valid, "--valid-fraction": valid_fraction}
+        if given := next((name for name, value in text.items() if value not in (None, False)), None):
+            raise ValueError(f"{given} is for text, and --images for pictures: give one of them")
+        _prepare_images(corpus, out, force)
+        return
     reading = Reading(text_field, cast(Literal["error", "replace"], invalid_utf8))
     choice, label = _choice(bytes_, tokenizer, vocab, sample_mb)
     plan = Preparation(corpus, choice, valid, valid_fraction, shard_mb, reading, download)
@@ -42,6 +52,14 @@ def command(
     except KeyboardInterrupt:
         words = f"stopped; finished shards in {folder} are kept: run the same command to resume"
         raise KeyboardInterrupt(words) from None
+    print(folder)
+
+
+def _prepare_images(source: str, out: Path | None, force: bool) -> None:
+    from skipless.data.image_files import prepare_images
+
+    folder = out or default_folder(source, "images")
+    prepare_images(source, folder, force, Progress())
     print(folder)
 
 

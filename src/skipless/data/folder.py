@@ -28,7 +28,7 @@ from skipless.files import (
 from skipless.schema import build
 
 OPTIONS, JOURNAL = "options.json", "sections.jsonl"
-SHARD = re.compile(r"(train|valid)-\d{5,}\.bin")
+SHARD = re.compile(r"(train|valid)-(\d{5,}|images|labels)\.bin")
 _FORCE = "start over with --force"
 Found = TypeVar("Found")
 

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 from math import isqrt
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -55,17 +57,61 @@ class Permutation:
         right, left = np.divmod(values, columns)
         for number, key in enumerate(self._keys):
             if number % 2:
-                right = (right + _mix(left ^ key) % rows) % rows
+                right = (right + mix(left ^ key) % rows) % rows
             else:
-                left = (left + _mix(right ^ key) % columns) % columns
+                left = (left + mix(right ^ key) % columns) % columns
         return right * columns + left
 
 
-def _mix(values: np.ndarray) -> np.ndarray:
+def mix(values: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64: every bit of the input reaches every bit of the output."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+class Shuffle:
+    """Which of `size` samples this rank sees at a step, of `batch_size` over all ranks together.
+
+    Sample g = step · batch_size + row is number π_epoch(g mod size), where epoch = g div size and π_epoch is a
+    pseudo-random order by (seed, epoch). The global batch therefore does not depend on `world`, and fewer samples than
+    a batch just have short epochs.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int = 0, rank: int = 0, world: int = 1):
+        if batch_size < 1 or seed < 0:
+            raise ValueError(f"batch_size={batch_size}, seed={seed}: the first ≥ 1, the seed ≥ 0")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank} of world={world}: ranks go from 0 to world−1")
+        if batch_size % world:
+            below, above = batch_size // world * world, -(-batch_size // world) * world
+            nearest = " or ".join(str(size) for size in (below, above) if size)
+            raise ValueError(f"batch_size={batch_size} does not divide over {world} ranks: use {nearest}")
+        self.size, self.batch_size, self.rank, self.world = size, batch_size, rank, world
+        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(size, seed, epoch))
+
+    def samples(self, step: int) -> np.ndarray:
+        """g of every row that this rank sees at `step`, (batch_size / world,)."""
+        if step < 0:
+            raise ValueError(f"step={step}: steps count from 0")
+        share = self.batch_size // self.world
+        first = step * self.batch_size + self.rank * share
+        return np.arange(first, first + share)
+
+    def at(self, step: int) -> np.ndarray:
+        """Their numbers, (batch_size / world,)."""
+        samples = self.samples(step)
+        epochs, positions = np.divmod(samples, self.size)
+        found = np.empty(len(samples), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            found[here] = self._order(int(epoch))(positions[here])
+        return found
+
+    def share(self, first: int) -> np.ndarray:
+        """This rank's part of the numbers first … first + batch_size − 1, as far as there are any; for evaluation."""
+        numbers = np.arange(first, min(first + self.batch_size, self.size))
+        return np.array_split(numbers, self.world)[self.rank]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +135,11 @@ class Batch:
         """(batch, T): all but the first token."""
         return self.tokens[:, 1:]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        return [self.tokens] if self.documents is None else [self.tokens, self.documents]
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """The batch with each tensor changed."""
         return Batch(change(self.tokens), None if self.documents is None else change(self.documents))
@@ -102,9 +153,7 @@ class TokenLoader:
     """Batches of `batch_size` windows of `length` tokens, over all ranks together; this rank gets its slice.
 
     Window w is tokens wT … wT+T, so that each token but the first is a target once in an epoch; fewer than T tokens at
-    the end are left out. Sample g = step · batch_size + row is window π_epoch(g mod W), where epoch = g div W and
-    π_epoch is a pseudo-random order of the W windows by (seed, epoch). The global batch therefore does not depend on
-    `world`, and a corpus with fewer windows than a batch just has short epochs.
+    the end are left out. Shuffle says which windows a step has: the global batch does not depend on `world`.
 
     With documents=True batches carry document ids, for Layout.packed(batch.documents).
     """
@@ -122,12 +171,6 @@ class TokenLoader:
     ):
         if length < 1 or batch_size < 1 or seed < 0:
             raise ValueError(f"length={length}, batch_size={batch_size}, seed={seed}: the first two ≥ 1, the seed ≥ 0")
-        if not 0 <= rank < world:
-            raise ValueError(f"rank={rank} of world={world}: ranks go from 0 to world−1")
-        if batch_size % world:
-            below, above = batch_size // world * world, -(-batch_size // world) * world
-            nearest = " or ".join(str(size) for size in (below, above) if size)
-            raise ValueError(f"batch_size={batch_size} does not divide over {world} ranks: use {nearest}")
         self.windows = (len(store) - 1) // length
         if self.windows < 1:
             raise ValueError(
@@ -136,21 +179,11 @@ class TokenLoader:
             )
         self.store, self.length, self.batch_size, self.seed = store, length, batch_size, seed
         self.rank, self.world, self.documents = rank, world, documents
-        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self.windows, seed, epoch))
+        self._shuffle = Shuffle(self.windows, batch_size, seed, rank, world)
 
     def window_ids(self, step: int) -> np.ndarray:
         """The windows that this rank sees at `step`, (batch_size / world,)."""
-        if step < 0:
-            raise ValueError(f"step={step}: steps count from 0")
-        share = self.batch_size // self.world
-        first = step * self.batch_size + self.rank * share
-        samples = np.arange(first, first + share)
-        epochs, positions = np.divmod(samples, self.windows)
-        found = np.empty(share, dtype=np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            found[here] = self._order(int(epoch))(positions[here])
-        return found
+        return self._shuffle.at(step)
 
     def batch(self, step: int) -> Batch:
         """This rank's rows of the batch of `step`, on the CPU: (batch_size / world, T+1)."""
@@ -168,12 +201,12 @@ class TokenLoader:
         documents.numpy()[:] -= ends
         return Batch(rows, documents)
 
-    def batches(self, start: int = 0, device: torch.device | str | None = None, ahead: int = 4) -> "Prefetch":
+    def batches(self, start: int = 0, device: torch.device | str | None = None, ahead: int = 4) -> "Prefetch[Batch]":
         """Batches of steps start, start+1, …, without end, made by a thread up to `ahead` before they are asked for."""
-        pin = _is_cuda(device)
-        return Prefetch((self._rows(self.window_ids(step), pin) for step in _count(start)), device, ahead)
+        pin = is_cuda(device)
+        return Prefetch((self._rows(self.window_ids(step), pin) for step in count(start)), device, ahead)
 
-    def sweep(self) -> "Prefetch":
+    def sweep(self) -> "Prefetch[Batch]":
         """Every window once and in order, for evaluation. All ranks get equally many batches.
 
         The last batch may be smaller, and has no rows for some ranks where it does not reach all of them.
@@ -182,42 +215,45 @@ class TokenLoader:
 
     def _sweep(self) -> Iterator[Batch]:
         for first in range(0, self.windows, self.batch_size):
-            windows = np.arange(first, min(first + self.batch_size, self.windows))
-            yield self._rows(np.array_split(windows, self.world)[self.rank])
+            yield self._rows(self._shuffle.share(first))
 
 
-def _count(start: int) -> Iterator[int]:
-    while True:
-        yield start
-        start += 1
-
-
-def _is_cuda(device: torch.device | str | None) -> bool:
+def is_cuda(device: torch.device | str | None) -> bool:
+    """Whether batches go to a GPU, and their rows into pinned memory."""
     return device is not None and torch.device(device).type == "cuda"
 
 
-class Prefetch:
+class Movable(Protocol):
+    """A batch of any kind."""
+
+    def to(self, device: torch.device | str) -> Self: ...
+
+
+B = TypeVar("B", bound=Movable)
+
+
+class Prefetch(Generic[B]):
     """An iterator that a background thread keeps ahead of. `waited` is the seconds spent waiting for it so far.
 
     Batches for a CUDA device should be in pinned memory: they are copied without waiting. Use it in a `with` block,
     or call close, to end the thread early.
     """
 
-    def __init__(self, batches: Iterator[Batch], device: torch.device | str | None = None, ahead: int = 4):
+    def __init__(self, batches: Iterator[B], device: torch.device | str | None = None, ahead: int = 4):
         if ahead < 1:
             raise ValueError(f"ahead={ahead}: at least one batch must be ready")
         self.waited = 0.0
         self._device = None if device is None else torch.device(device)
-        if self._device is not None and _is_cuda(device) and self._device.index is None:
+        if self._device is not None and is_cuda(device) and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
+        self._ready: queue.Queue[B | BaseException] = queue.Queue(ahead)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(batches,), daemon=True, name="skipless-loader")
         self._thread.start()
 
-    def _fill(self, batches: Iterator[Batch]) -> None:
+    def _fill(self, batches: Iterator[B]) -> None:
         try:
-            if self._device is not None and _is_cuda(self._device):
+            if self._device is not None and is_cuda(self._device):
                 torch.cuda.set_device(self._device)  # a thread starts on device 0, whatever its parent uses
             for batch in batches:
                 self._put(batch)
@@ -227,7 +263,7 @@ class Prefetch:
         except Exception as error:
             self._put(error)
 
-    def _put(self, item: Batch | BaseException) -> None:
+    def _put(self, item: B | BaseException) -> None:
         while not self._closed.is_set():
             try:
                 self._ready.put(item, timeout=0.1)
@@ -235,10 +271,10 @@ class Prefetch:
             except queue.Full:
                 pass
 
-    def __iter__(self) -> "Prefetch":
+    def __iter__(self) -> "Prefetch[B]":
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> B:
         if self._closed.is_set():
             raise StopIteration
         started = time.perf_counter()
@@ -254,7 +290,7 @@ class Prefetch:
         self._closed.set()
         self._thread.join()
 
-    def __enter__(self) -> "Prefetch":
+    def __enter__(self) -> "Prefetch[B]":
         return self
 
     def __exit__(self, *_: object) -> None:

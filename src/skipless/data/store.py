@@ -7,11 +7,11 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -155,7 +155,15 @@ def read_manifest(folder: Path) -> Manifest:
         started = (folder / "options.json").is_file()
         problem = "is not finished" if started else "is not a prepared folder"
         raise ValueError(f"{folder} {problem} (no {MANIFEST}): run `skipless prepare … --out {folder}`")
-    return read_json(path, Manifest.from_json, "prepare the folder again with --force")
+    return read_json(path, lambda values: _of_tokens(values, path), "prepare the folder again with --force")
+
+
+def _of_tokens(values: Any, path: Path) -> Manifest:
+    if mapping(values).get("kind") == "images":
+        raise ValueError(
+            f"{path} is of images, and tokens are asked for; a network of images is one such as vit/mirrored"
+        )
+    return Manifest.from_json(values)
 
 
 def fingerprint(folder: str | Path) -> str | None:
@@ -254,7 +262,7 @@ class TokenStore:
         """
         count, size = min(most, self.shards[index].tokens - first, _MOST_READ), self.dtype.itemsize
         with self._one_reader:
-            data = _read_at(self._opened(index), count * size, first * size)
+            data = read_at(self._opened(index), count * size, first * size)
         if len(data) < count * size:
             path = self.folder / self.shards[index].file
             raise ValueError(f"{path} was cut short while it was in use: {REMAKE}")
@@ -281,7 +289,8 @@ def _seek_and_read(handle: int, size: int, start: int) -> bytes:
     return os.read(handle, size)
 
 
-_read_at: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)  # which Windows lacks
+# (handle, size, start) → bytes of an open file; Windows lacks pread
+read_at: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)
 
 
 def folder_tokenizer(folder: Path, described: TokenizerNote) -> Tokenizer:
@@ -349,7 +358,17 @@ def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:
             raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
 
 
-def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
+class Hashed(Protocol):
+    """A file of a prepared folder and the hash of what was written."""
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def sha256(self) -> str: ...
+
+
+def verify_shards(folder: Path, shards: Sequence[Hashed], trust: bool) -> None:
     """Check sizes and hashes; with `trust`, skip the hash of a file untouched since it was last found good.
 
     Several processes may do so at once. Where the note cannot be written, the next one hashes again.
@@ -373,7 +392,7 @@ def verify_shards(folder: Path, shards: list[Shard], trust: bool) -> None:
             logger.info("the shards are good, but that could not be noted: %s", error)
 
 
-def check_hash(folder: Path, shard: Shard) -> None:
+def check_hash(folder: Path, shard: Hashed) -> None:
     """Refuse a shard whose content is not what was written."""
     path = folder / shard.file
     with path.open("rb") as file:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from skipless.console import nearest
 from skipless.files import parse_json
-from skipless.schema import build, shortened
+from skipless.schema import build, check_own, shortened
 from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, base_name, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
@@ -24,6 +24,55 @@ from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAtt
 logger = logging.getLogger("skipless")
 Position = Literal["rope", "relative", "none"]
 Head = Literal["lm", "token", "pooled"]
+
+
+@dataclass(frozen=True)
+class Images:
+    """Square images as a network takes them: their size, and the patches that are its locations, in reading order.
+
+    Pixels are numbers of 0 … 255. mean and std are those of each channel over the training images, and the network sees
+    (pixel − mean)/std. Defaults: CIFAR-10 in patches of 4 × 4.
+    """
+
+    side: int = 32
+    patch: int = 4
+    channels: int = 3
+    mean: tuple[float, ...] = (125.3, 122.9, 113.9)
+    std: tuple[float, ...] = (62.5, 61.9, 66.5)
+
+    def __post_init__(self):
+        check_own(self, "images.")
+        for name in ("side", "patch", "channels"):
+            if not 1 <= getattr(self, name) <= 1 << 16:
+                raise ValueError(f"images.{name} is {getattr(self, name)}; it must lie in 1 … {1 << 16:,}")
+        if self.side % self.patch:
+            fits = min((n for n in range(1, self.side + 1) if self.side % n == 0), key=lambda n: abs(n - self.patch))
+            raise ValueError(
+                f"images.patch={self.patch} does not divide images.side={self.side}; the nearest is {fits}"
+            )
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if len(values) != self.channels or not all(map(math.isfinite, values)):
+                raise ValueError(
+                    f"images.{name} is {values}; it must be a finite number for each of {self.channels} channels"
+                )
+        if min(self.std) <= 0.0:
+            raise ValueError(f"images.std is {self.std}; every channel's must be above 0 (64 is usual)")
+
+    @property
+    def grid(self) -> int:
+        """Patches in a row, and in a column."""
+        return self.side // self.patch
+
+    @property
+    def length(self) -> int:
+        """Patches of an image: locations of the network."""
+        return self.grid**2
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers in a patch."""
+        return self.channels * self.patch**2
 
 
 @dataclass(frozen=True)
@@ -40,6 +89,8 @@ class ModelConfig:
     value_output="identity" leaves W_V and W_O out: attention mixes the input itself, split by head.
     kv_heads below heads then shares keys alone: values stay all heads of the input.
     tied_head=False gives a language model an unembedding of its own in place of the embedding's rows.
+    images: patches of them are the locations, in place of tokens; length is their number, vocab_size is not used, and
+    rotary positions turn by row and column.
     """
 
     vocab_size: int = 32_000
@@ -67,6 +118,7 @@ class ModelConfig:
     mlp_init: Literal["mirrored"] | None = None
     value_output: ValueOutput = "trained"
     tied_head: bool = True
+    images: Images | None = None
 
     def __post_init__(self):
         _check_kinds(self)
@@ -81,6 +133,7 @@ class ModelConfig:
             object.__setattr__(self, name, value)
         _check_sizes(self)
         _check_choices(self)
+        _check_images(self)
         given = self.activation
         if given is not None and not isinstance(given, ShapedActivation | str):
             given = base_name(given)  # a function of the user's own
@@ -131,8 +184,10 @@ class ModelConfig:
         kv = self.width // self.heads * (self.kv_heads or self.heads)
         values = self.width**2 + self.width * kv if self.value_output == "trained" else 0
         block = self.width**2 + self.width * kv + values + 2 * self.width * (self.hidden or 0)
-        tables = 1 if self.tied_head else 2
-        return tables * self.vocab_size * self.width + self.depth * block
+        rows = self.vocab_size * (1 if self.tied_head else 2)
+        if self.images is not None:
+            rows = self.images.patch_numbers + self.images.length
+        return rows * self.width + self.depth * block
 
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed. Unknown names are errors; what is derived from a changed field follows it.
@@ -141,6 +196,8 @@ class ModelConfig:
         mlp_init="mirrored" with it.
         """
         check_names(ModelConfig, changes)
+        if isinstance(images := changes.get("images"), Images):
+            changes.setdefault("length", images.length)
         if "activation" not in changes and (name := _shaped_name(self, changes)):
             changes["activation"] = None if name == "dks-gelu" else name  # which None stands for
         derived = {
@@ -166,7 +223,8 @@ class ModelConfig:
         data = dict(data)
         if isinstance(data.get("scheme"), dict):
             data["scheme"] = Scheme.from_dict(data["scheme"])
-        for name, kind in {"attention_skip": Skip, "mlp_skip": Skip, "activation": ShapedActivation}.items():
+        kinds = {"attention_skip": Skip, "mlp_skip": Skip, "activation": ShapedActivation, "images": Images}
+        for name, kind in kinds.items():
             if isinstance(data.get(name), dict):
                 data[name] = build(kind, data[name], kind.__name__, f"{name}.")
         return cls(**data)
@@ -335,6 +393,27 @@ def _check_sizes(config: ModelConfig) -> None:
                 f"{shortened(scheme)} is for {needs} {name}, and {size}={has}; use {size}={needs}, or a scheme for "
                 f"{has} {name}"
             )
+
+
+def _check_images(config: ModelConfig) -> None:
+    """Refuse a network of images that is not one of their patches."""
+    images = config.images
+    if images is None:
+        return
+    if not isinstance(images, Images):
+        raise ValueError(f"images is {images!r}; it must be Images(…), or None for tokens")
+    if config.length != images.length:
+        raise ValueError(
+            f"length={config.length}, and images of {images.side} × {images.side} in patches of {images.patch} have "
+            f"{images.length} of them; use length={images.length}"
+        )
+    if config.head == "lm":
+        raise ValueError("head='lm' predicts tokens, and images have none; use head='pooled', and classes")
+    if config.position == "rope" and (wide := config.width // config.heads) % 4:
+        raise ValueError(
+            f"head width {wide} is not a multiple of 4, and rotary positions of images turn one half by the row and "
+            f"one by the column; the nearest is {max(round(wide / 4), 1) * 4}"
+        )
 
 
 def _check_choices(config: ModelConfig) -> None:

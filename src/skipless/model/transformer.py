@@ -13,6 +13,7 @@ from skipless.model.presets import configuration
 from skipless.nn import init
 from skipless.nn.attention import AttentionOptions, LayerCache, ShapedAttention
 from skipless.nn.block import MLP, Block
+from skipless.nn.patches import PatchEmbedding
 from skipless.nn.position import Positions
 from skipless.ops.attention import Rotation
 from skipless.ops.bias import BiasVectors
@@ -25,12 +26,14 @@ class Transformer(nn.Module):
     """Decoder-only language model (head "lm"), or an encoder with a token or pooled head. Sec. 2, App. H.
 
     tokens (batch, T) of integers → logits (batch, T, vocab_size); (batch, T, classes) for a token head and
-    (batch, classes) for a pooled one; with targets the loss. Packed or padded batches come with a Layout.
+    (batch, classes) for a pooled one; with targets the loss. Packed or padded batches come with a Layout. A network of
+    images takes them in place of tokens: (batch, channels, side, side) of pixels from 0 to 255.
 
     config may be a preset's name, and fields of it may be changed: Transformer("wikitext103/e-spa", depth=12).
 
     recompute, where set, runs each block as recompute(block, *arguments): activation checkpointing, by
     functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False).
+    label_smoothing: share of the target that a pooled head's loss spreads over all classes, in training mode alone.
     tokenizer turns text into tokens and back (encode, decode, end) for `generate`; skipless.load attaches a run's own.
     """
 
@@ -41,7 +44,7 @@ class Transformer(nn.Module):
         if changes or not isinstance(config, ModelConfig):
             config = configuration(config, **changes)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding = _embedding(config)
         options = AttentionOptions(
             position=config.position,
             bias_gain=config.bias_gain,
@@ -54,6 +57,7 @@ class Transformer(nn.Module):
         self.head = _head(config)
         self.embedding_scale = math.sqrt(config.width) if config.scales_embedding else 1.0
         self.recompute: Callable[..., Tensor] | None = None
+        self.label_smoothing = 0.0
         self.reset_parameters()
         self.build_shapes()
 
@@ -156,14 +160,19 @@ class Transformer(nn.Module):
         return rows * self.embedding_scale if self.embedding_scale != 1.0 else rows
 
     def positions(self, tokens: Tensor, layout: Layout | None = None, past: int = 0) -> Positions:
-        """What all blocks share about where the tokens, (batch, T) or their rows (batch, T, width), stand."""
+        """What all blocks share about where the tokens, (batch, T) or their rows (batch, T, width), stand.
+
+        Patches of images turn by their row and column. At the start of SPA, W_Q = 0, that changes no kernel.
+        """
         if self.config.position != "rope":
             return Positions(layout)
+        width, images = self.config.width // self.config.heads, self.config.images
+        if images is not None:
+            return Positions(layout, Rotation.on_grid(images.grid, width, self.config.rope_base, tokens.device))
         if layout is not None:
             locations = layout.query_locations
         else:
             locations = torch.arange(past, past + tokens.shape[1], device=tokens.device)[None]
-        width = self.config.width // self.config.heads
         return Positions(layout, Rotation.at(locations, width, self.config.rope_base))
 
     def logits(self, hidden: Tensor, layout: Layout | None = None) -> Tensor:
@@ -181,6 +190,10 @@ class Transformer(nn.Module):
         if layout is None or layout.query_documents is None:
             check_ids("targets", targets, len(head.weight))
         weight, bias = head.weight, None if self.head is None else self.head.bias
+        if self.config.head == "pooled" and self.training and self.label_smoothing:
+            logits = self.logits(hidden, layout)
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return nn.functional.cross_entropy(exact, targets, label_smoothing=self.label_smoothing)
         if self.config.head == "pooled":
             return linear_cross_entropy(_mean_over_tokens(hidden, layout), weight, targets, bias)
         if layout is None or layout.query_documents is None:
@@ -192,7 +205,8 @@ class Transformer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise every parameter as the configuration says. App. H."""
         config, orthogonal = self.config, self.config.init == "orthogonal"
-        self.embedding.weight.normal_(0.0, config.width**-0.5)
+        for table in self.embedding.parameters():
+            table.normal_(0.0, config.width**-0.5)
         mirrored = config.mlp_init == "mirrored"
         gain = mlp_gain(config) if config.hidden and not mirrored else 1.0
         for block in self.each_block():
@@ -213,6 +227,14 @@ def _block(config: ModelConfig, shape: AttentionShape, options: AttentionOptions
     attention = ShapedAttention(config.width, config.heads, shape, config.kv_heads, options)
     mlp = MLP(config.width, config.hidden, config.shaped_activation, config.mlp_bias) if config.hidden else None
     return Block.build(attention, mlp, config.width, (config.attention_skip, config.mlp_skip), config.norm)
+
+
+def _embedding(config: ModelConfig) -> nn.Embedding | PatchEmbedding:
+    """What makes rows of tokens, or of the patches of images."""
+    images = config.images
+    if images is None:
+        return nn.Embedding(config.vocab_size, config.width)
+    return PatchEmbedding(images.patch, images.grid, config.width, images.mean, images.std)
 
 
 def _head(config: ModelConfig) -> nn.Linear | None:
@@ -236,7 +258,7 @@ def check_ids(name: str, ids: Any, size: int) -> None:
 
 def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, config: ModelConfig) -> None:
     width = config.width
-    if tokens is not None:
+    if tokens is not None and config.images is None:
         check_ids("tokens", tokens, config.vocab_size)
         if tokens.dim() != 2:
             raise ValueError(

@@ -33,6 +33,19 @@ class Rotation:
         angle = locations[:, None, :, None].float() * base ** (-pair / head_width)
         return cls(angle.cos(), angle.sin())
 
+    @classmethod
+    def on_grid(cls, side: int, head_width: int, base: float, device: torch.device | str | None = None) -> "Rotation":
+        """Locations in reading order over `side` rows and columns: one half of the pairs turns by the row, one by the
+        column.
+        """
+        if head_width % 4:
+            raise ValueError(
+                f"head_width is {head_width}; two axes need a multiple of 4: use {-(-head_width // 4) * 4}"
+            )
+        number = torch.arange(side * side, device=device)
+        axes = [cls.at(place[None], head_width // 2, base) for place in (number // side, number % side)]
+        return cls(*(torch.cat([getattr(axis, name) for axis in axes], dim=-1) for name in ("cos", "sin")))
+
     def to(self, device: torch.device | str | int) -> "Rotation":
         """On another device; itself where it is there already."""
         cos = self.cos.to(device)

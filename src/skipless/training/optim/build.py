@@ -171,7 +171,7 @@ def group_of(name: str) -> str:
         return "gains"
     if leaf in _VECTORS or (owner, leaf) == ("norm", "weight"):
         return "vectors"
-    if leaf == "weight" and owner in ("embedding", "head"):
+    if (leaf == "weight" and owner in ("embedding", "head")) or (owner, leaf) == ("embedding", "places"):
         return owner
     if (outer, owner, leaf) == ("relative", "key", "weight"):
         return "position"

@@ -1,0 +1,256 @@
+"""Prepare images: from a folder or a tar of pictures in class folders to arrays. Needs Pillow.
+
+A source holds train/CLASS/*.jpg and, for validation, valid/CLASS/*.jpg (or val/, or test/), as folders, as one tar, or
+as a tar for each part, train.tar.xz and test.tar.xz. A preparation that was killed starts from the beginning.
+"""
+
+import hashlib
+import io
+import tarfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from skipless.console import Progress
+from skipless.data.folder import Folder
+from skipless.data.image_store import (
+    LABEL,
+    MOST_CLASSES,
+    ImageFile,
+    ImageManifest,
+    ImageSplit,
+    check_files,
+    read_images,
+)
+from skipless.data.store import MANIFEST, verify_shards
+from skipless.files import WholeFile, reading, write_whole, writing
+
+SPLITS = {"train": "train", "valid": "valid", "val": "valid", "test": "valid"}
+SUFFIXES = (".jpg", ".jpeg", ".png")
+TARS = (".tar", ".tar.xz", ".tar.gz", ".tgz", ".tar.bz2")
+CHANNELS = 3
+MOST_SIDE = 1024  # pixels
+MOST_BYTES = 1 << 25  # of one picture's file
+_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
+_SHAPE = "give a folder or a tar with train/CLASS/*.jpg and test/CLASS/*.jpg"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture's file on its way: the part of the source it lies in, its class, its name there, and its bytes."""
+
+    part: str
+    kind: str
+    name: str
+    data: bytes
+
+
+def prepare_images(
+    source: str | Path, out: str | Path, force: bool = False, progress: Progress | None = None
+) -> ImageManifest:
+    """Decode every picture of a source into `out`, and return its manifest. All must be squares of one size.
+
+    Pictures become RGB: grey ones three equal channels, and transparency is dropped. Classes are the folders' names, in
+    alphabetical order. On a finished folder it checks every file and writes nothing; force starts over.
+    """
+    source, folder, progress = Path(source), Folder(Path(out)), progress or Progress(quiet=True)
+    options = {"images": {"name": source.name.split(".")[0], "fingerprint": _fingerprint(source)}}
+    with folder.locked():
+        folder.claim(options, force)
+        if folder.complete():
+            manifest = read_images(folder.path)
+            if all((folder.path / each.file).is_file() for each in manifest.files):
+                check_files(folder.path, manifest.files)
+                verify_shards(folder.path, manifest.files, trust=False)
+                progress.say(f"{folder.path} is complete: {len(manifest.files)} files checked, nothing to do")
+                return manifest
+            (folder.path / MANIFEST).unlink()
+        try:
+            return _prepare(source, folder.path, options, progress)
+        finally:
+            progress.stop()
+
+
+def _prepare(source: Path, out: Path, options: dict[str, Any], progress: Progress) -> ImageManifest:
+    writers: dict[str, _SplitWriter] = {}
+    sides: list[int] = []
+    others: Counter[str] = Counter()
+    with ExitStack() as open_files:
+        progress.start("decoding")
+        for picture in _pictures(source, others):
+            split = SPLITS[picture.part]
+            if split not in writers:
+                writers[split] = open_files.enter_context(_SplitWriter(out, split, picture.part))
+            pixels = decode(picture, sides[0] if sides else None)
+            sides.append(pixels.shape[1]) if not sides else None
+            writers[split].add(picture, pixels)
+            progress.advance()
+        if "train" not in writers:
+            raise ValueError(f"{source} holds no pictures to train on: {_SHAPE}")
+        classes = tuple(sorted(set(writers["train"].kinds)))
+        splits = {split: writer.finish(classes, str(source)) for split, writer in sorted(writers.items())}
+    if others:
+        first = next(iter(others))
+        progress.say(f"left out {others.total():,} files that are no pictures, such as {first}")
+    mean, std = writers["train"].statistics()
+    manifest = ImageManifest(options, sides[0], CHANNELS, classes, mean, std, splits)
+    verify_shards(out, manifest.files, trust=False)
+    write_whole(out / MANIFEST, manifest.to_json().encode())
+    for name, split in splits.items():
+        progress.say(f"{name}: {split.images:,} images of {sides[0]} × {sides[0]} in {len(classes)} classes")
+    return manifest
+
+
+def _fingerprint(source: Path) -> str:
+    """Of names and sizes of all files: what tells one source from another without reading it."""
+    if not source.exists():
+        raise ValueError(f"{source} does not exist; {_SHAPE} (working folder {Path.cwd()})")
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    lines = (f"{path.relative_to(source)} {path.stat().st_size}\n" for path in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _pictures(source: Path, others: Counter[str]) -> Iterator[Picture]:
+    """Every picture of a source, in the order of names, of a tar in its own; files that are none are counted."""
+    if source.is_file():
+        yield from _of_tar(source, None, others)
+        return
+    parts = {path: part for path in sorted(source.iterdir()) if (part := _part(path)) is not None}
+    if "train" not in parts.values():
+        seen = ", ".join(sorted(path.name for path in source.iterdir())[:5]) or "nothing"
+        raise ValueError(f"{source} holds {seen}, and no train folder or train.tar: {_SHAPE}")
+    for path, part in parts.items():
+        yield from _of_tar(path, part, others) if path.is_file() else _of_folder(path, part, others)
+
+
+def _part(path: Path) -> str | None:
+    """Which part of a source a folder or a tar in it is: train, valid, val, test or none."""
+    stem = next((path.name.removesuffix(end) for end in TARS if path.name.endswith(end)), None)
+    name = path.name if path.is_dir() else stem
+    return name if name in SPLITS else None
+
+
+def _of_folder(folder: Path, part: str, others: Counter[str]) -> Iterator[Picture]:
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder).parts
+        if path.is_dir():
+            continue
+        if len(inside) != 2 or path.suffix.lower() not in SUFFIXES:
+            others[str(path)] += 1
+            continue
+        with reading(path), path.open("rb") as file:
+            yield Picture(part, inside[0], str(path), _bounded(file.read(MOST_BYTES + 1), str(path)))
+
+
+def _of_tar(path: Path, part: str | None, others: Counter[str]) -> Iterator[Picture]:
+    """Members are PART/CLASS/FILE, below any folder; in a tar named after a part also CLASS/FILE. None is unpacked."""
+    with reading(path, "pack it again", what="is no tar file, or damaged"), tarfile.open(path, "r|*") as tar:
+        for member in tar:
+            inside = [step for step in PurePosixPath(member.name).parts if step not in (".", "/")]
+            own = inside[-3] if len(inside) >= 3 else part
+            if member.isdir():
+                continue
+            if not member.isfile() or len(inside) < 2 or own not in SPLITS or not inside[-1].lower().endswith(SUFFIXES):
+                others[f"{path}:{member.name}"] += 1
+                continue
+            file = tar.extractfile(member)
+            assert file is not None
+            name = f"{path}:{member.name}"
+            yield Picture(own, inside[-2], name, _bounded(file.read(MOST_BYTES + 1), name))
+
+
+def _bounded(data: bytes, name: str) -> bytes:
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{name} has more than {MOST_BYTES // 1_000_000} MB; make the picture smaller")
+    return data
+
+
+def decode(picture: Picture, side: int | None = None) -> np.ndarray:
+    """(channels, side, side) of bytes; ValueError names a picture that is damaged, or of another size."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "reading pictures needs Pillow, which is not installed: pip install 'skipless[vision]'"
+        ) from error
+    with (
+        reading(picture.name, "take it out, or put a good one in its place", what="is no picture that can be used"),
+        warnings.catch_warnings(action="error"),
+        Image.open(io.BytesIO(picture.data), formats=("JPEG", "PNG")) as image,
+    ):
+        width, height = image.size
+        if width != height or not 1 <= width <= MOST_SIDE:
+            raise ValueError(f"it is {width} × {height}; pictures must be squares of at most {MOST_SIDE}")
+        if side not in (None, width):
+            raise ValueError(f"it is {width} × {height}, and those before it {side} × {side}; all must be of one size")
+        if image.mode not in _MODES:
+            raise ValueError(f"its pixels are of kind {image.mode}; use one of {', '.join(_MODES)}")
+        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+
+
+@dataclass
+class _SplitWriter:
+    """Writes the pixels of one split as they come; its labels at the end, when all classes are known."""
+
+    folder: Path
+    split: str
+    part: str
+    kinds: list[str] = field(default_factory=list)
+    sums: np.ndarray = field(default_factory=lambda: np.zeros((2, CHANNELS)))
+    numbers: int = 0
+
+    def __enter__(self) -> "_SplitWriter":
+        self._path = self.folder / f"{self.split}-images.bin"
+        self._file, self._hash = WholeFile(self._path), hashlib.sha256()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.abandon()
+
+    def add(self, picture: Picture, pixels: np.ndarray) -> None:
+        """Append an image."""
+        if picture.part != self.part:
+            raise ValueError(
+                f"there are both {self.part} and {picture.part}, and one of them is for validation: take one away"
+            )
+        data = np.ascontiguousarray(pixels).tobytes()
+        with writing(self._path):
+            self._file.write(data)
+        self._hash.update(data)
+        self.kinds.append(picture.kind)
+        values = pixels.reshape(CHANNELS, -1).astype(np.float64)
+        self.sums += np.stack([values.sum(axis=1), (values**2).sum(axis=1)])  # whole numbers: exact
+        self.numbers += values.shape[1]
+
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel, to four digits after the point."""
+        mean, square = self.sums / self.numbers
+        std = np.sqrt(np.maximum(square - mean**2, 0.0))
+        if not (std > 1e-3).all():
+            raise ValueError(
+                f"the pixels of a channel are all alike (deviations {std.round(4).tolist()}): nothing can be learned"
+            )
+        return tuple(mean.round(4).tolist()), tuple(std.round(4).tolist())
+
+    def finish(self, classes: tuple[str, ...], source: str) -> ImageSplit:
+        """Give the file its name, and write the labels."""
+        unknown = sorted(set(self.kinds) - set(classes))
+        if unknown or not 2 <= len(classes) <= MOST_CLASSES:
+            seen = f"{self.part} has the class {unknown[0]!r}" if unknown else f"train has {len(classes)} classes"
+            raise ValueError(f"{source}: {seen}; train must have every class, from 2 to {MOST_CLASSES:,} of them")
+        number = {name: index for index, name in enumerate(classes)}
+        labels = np.array([number[kind] for kind in self.kinds], LABEL).tobytes()
+        with writing(self._path):
+            self._file.finish()
+        path = self.folder / f"{self.split}-labels.bin"
+        write_whole(path, labels)
+        count = len(self.kinds)
+        size = self.numbers * CHANNELS
+        pixels = ImageFile(self._path.name, size, self._hash.hexdigest())
+        return ImageSplit(count, pixels, ImageFile(path.name, len(labels), hashlib.sha256(labels).hexdigest()))
