@@ -22,7 +22,7 @@ class Augmentation:
     flip: bool = True
 
     def moves(self, samples: np.ndarray, seed: int) -> np.ndarray:
-        """(samples, 3) of int64: first row, first column and whether it is mirrored, by the sample's number and seed."""
+        """(samples, 3) of int64: first row, first column, whether it is mirrored; by the sample's number and the seed."""
         key = np.random.SeedSequence([seed, 1]).generate_state(1, np.uint64)[0]
         drawn, places = mix(mix(samples.astype(np.uint64)) ^ key), np.uint64(2 * self.crop + 1)
         rest, row = np.divmod(drawn, places)
@@ -83,7 +83,7 @@ class ImageLoader:
     that a batch depends neither on `world` nor on what was seen before.
     """
 
-    def __init__(  # noqa: PLR0913  (a store, and what a batch is a function of)
+    def __init__(
         self,
         store: ImageStore,
         batch_size: int,
