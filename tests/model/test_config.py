@@ -42,7 +42,7 @@ def test_parameter_counts_of_the_papers_models():
 @pytest.mark.parametrize("name", names())
 def test_every_preset_is_a_valid_configuration(name):
     config = preset(name)
-    assert config.depth in (36, 32, 72, 108)
+    assert config.depth in ((12,) if name.startswith("vit/") else (36, 32, 72, 108))
     assert ModelConfig.from_dict(config.to_dict()) == config
 
 
@@ -75,6 +75,7 @@ def test_only_standard_networks_that_normalise_a_growing_stream_leave_the_embedd
     growing = {
         "wikitext103": {"pre-ln", "skip-ln", "stable-ln"},
         "c4": {"pre-ln", "skip-ln", "stable-ln", "skipinit-ln"},
+        "vit": {"pre-ln"},
     }
     assert unscaled == {f"{group}/{name}" for group, members in growing.items() for name in members}
 
@@ -130,7 +131,7 @@ def test_a_deep_network_has_xi_5_in_silence(caplog):
 
 def test_a_short_name_is_wikitext103s_and_the_log_says_so(caplog):
     assert preset("e-spa", width=256) == preset("wikitext103/e-spa", width=256)
-    assert caplog.messages == ["e-spa is the preset wikitext103/e-spa (not c4/e-spa, mirrored/e-spa)"]
+    assert caplog.messages == ["e-spa is the preset wikitext103/e-spa (not c4/e-spa, mirrored/e-spa, vit/e-spa)"]
 
 
 def test_mirrored_mlps_take_plain_gelu_unless_told_otherwise():

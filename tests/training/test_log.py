@@ -44,4 +44,4 @@ def test_utilisation_is_of_all_devices(experiment, tmp_path, processes):
         opened = Trainer(experiment, world, run, quiet=True)
     whole = flops_per_token(experiment.model.matrix_parameters, experiment)
     assert opened.display.flops_per_token == whole / processes
-    assert opened.loader.batch(0).tokens.shape[0] == experiment.train.batch_size // processes
+    assert opened.feed.loader.batch(0).tokens.shape[0] == experiment.train.batch_size // processes

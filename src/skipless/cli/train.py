@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from skipless.data.store import read_manifest
-from skipless.paper.recipes import by_law, names, plan, with_data
+from skipless.paper.recipes import by_law, check_data, names, plan, with_data
 from skipless.training.config import Experiment, split_assignments
 
 
@@ -34,7 +33,7 @@ def command(
     if not recipe:
         raise ValueError("name a recipe, such as wikitext103/e-spa; `skipless train --list` shows all")
     if data is not None:
-        read_manifest(data)  # a wrong path is refused before anything is solved
+        check_data(data)  # a wrong path is refused before anything is solved
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     sizes = {"model.depth": depth, "model.width": width}
     values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])
@@ -64,6 +63,6 @@ def _run(experiment: Experiment, out: Path, resume: bool, device: str | None, te
         raise KeyboardInterrupt(f"{str(stop) or 'stopped; repeat the command with --resume'} ({out})") from None
     print(f"trained {result.steps} steps: training loss {result.train_loss:.4f} (smoothed)")
     if result.valid is not None:
-        print(f"validation loss {result.valid.loss:.4f}, perplexity {result.valid.perplexity:.2f}")
+        print(result.valid.words())
     print(f"weights: {result.weights}")
     exit_process()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skipless.data.image_store import ImageStore
-from skipless.data.loader import Prefetch, Shuffle, is_cuda, mix
+from skipless.data.loader import Batch, Permutation, Prefetch, Shuffle, is_cuda, mix
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Augmentation:
     flip: bool = True
 
     def moves(self, samples: np.ndarray, seed: int) -> np.ndarray:
-        """(samples, 3) of int64: first row, first column, whether it is mirrored; by the sample's number and the seed."""
+        """(samples, 3) of int64: first row, first column, whether mirrored; by the sample's number and the seed."""
         key = np.random.SeedSequence([seed, 1]).generate_state(1, np.uint64)[0]
         drawn, places = mix(mix(samples.astype(np.uint64)) ^ key), np.uint64(2 * self.crop + 1)
         rest, row = np.divmod(drawn, places)
@@ -63,6 +63,9 @@ class ImageBatch:
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
+AnyBatch = Batch | ImageBatch  # whatever a network is trained on
+
+
 def moved(pixels: Tensor, moves: Tensor, crop: int) -> Tensor:
     """Each image (channels, side, side) padded by `crop` black pixels, cut out again from its first row and column, and
     mirrored where its third number is 1. moves: (batch, 3).
@@ -96,6 +99,7 @@ class ImageLoader:
         self.store, self.batch_size, self.seed, self.rank, self.world = store, batch_size, seed, rank, world
         self.augmentation = augmentation
         self.shuffle = Shuffle(len(store), batch_size, seed, rank, world)
+        self._sweep_order = Permutation(len(store), 0)
 
     def batch(self, step: int) -> ImageBatch:
         """This rank's rows of the batch of `step`, on the CPU."""
@@ -121,7 +125,8 @@ class ImageLoader:
         return Prefetch((self._batch(step, pin) for step in count(start)), device, ahead)
 
     def sweep(self) -> Prefetch[ImageBatch]:
-        """Every image once, in order and as it is, for evaluation. All ranks get equally many batches.
+        """Every image once and as it is, for evaluation, in one pseudo-random order, of which the first ones are a fair
+        sample. All ranks get equally many batches.
 
         The last batch may be smaller, and has no rows for some ranks where it does not reach all of them.
         """
@@ -129,4 +134,4 @@ class ImageLoader:
 
     def _sweep(self) -> Iterator[ImageBatch]:
         for first in range(0, len(self.store), self.batch_size):
-            yield self._rows(self.shuffle.share(first))
+            yield self._rows(self._sweep_order(self.shuffle.share(first)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipless.console import Progress, nearest
+from skipless.data.image_store import ImageStore, holds_images, read_images
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import read_manifest
 from skipless.data.text import DATASETS
@@ -15,7 +16,7 @@ from skipless.files import read_json
 from skipless.model import presets
 from skipless.model.config import ModelConfig
 from skipless.paper.experiments import by_depth
-from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
+from skipless.training.config import NO_IMAGES, DataConfig, Experiment, OptimizerConfig, TrainConfig
 
 if TYPE_CHECKING:
     from skipless.training.trainer import Result
@@ -32,6 +33,11 @@ MIRRORED = OptimizerConfig(
 )
 GAIN_RATE = 1e-2
 HEAD_WIDTH = 64
+# Networks of images, 12 blocks × 256 over 50 epochs of CIFAR-10: the middle of the grids of paper/vision.py.
+IMAGE_EPOCHS, IMAGE_BATCH, IMAGE_COUNT = 50, 256, 50_000
+IMAGE_STEPS = round(IMAGE_EPOCHS * IMAGE_COUNT / IMAGE_BATCH)
+IMAGE_EMBEDDING_RATE, LABEL_SMOOTHING = 2e-3, 0.1
+IMAGE_RATES = {"pre-ln": 1e-2, "mirrored": 3e-3, "mirrored-u-spa": 3e-3, "e-spa": 1e-3, "u-spa": 1e-3}
 
 
 def names() -> list[str]:
@@ -43,10 +49,13 @@ def recipe(name: str) -> Experiment:
     """The Experiment of a preset under App. H: corpus, steps, batch, length, warm-up, Adam and its rates.
 
     A short name is wikitext103's: recipe("e-spa") is recipe("wikitext103/e-spa"). recipe("mirrored") has the schedule
-    and the rates that were measured at its size: Muon, 1,500 steps of 32 × 256 tokens.
+    and the rates that were measured at its size: Muon, 1,500 steps of 32 × 256 tokens. recipe("vit/mirrored") and its
+    kin are trained on images: Muon, 50 epochs of CIFAR-10.
     """
     name = presets.full_name(name)
     model = presets.preset(name)
+    if model.images is not None:
+        return _image_recipe(name, model)
     if name.startswith("mirrored/"):
         values = {"value": 0.1, "output": 0.1} if model.value_output == "trained" else {}
         gain_rate = GAIN_RATE if model.bias_gain else None
@@ -63,6 +72,25 @@ def recipe(name: str) -> Experiment:
         optimizer=OptimizerConfig(rate=rate, embedding_rate=5e-4 if c4 else 2e-4),
         train=TrainConfig(steps=steps, batch_size=batch),
     )
+
+
+def _image_recipe(name: str, model: ModelConfig) -> Experiment:
+    mirrored = model.mlp_init == "mirrored"
+    optimizer = OptimizerConfig(
+        "muon",
+        IMAGE_RATES[name.partition("/")[2]],
+        embedding_rate=IMAGE_EMBEDDING_RATE,
+        role_rates=dict(MIRRORED.role_rates) if mirrored else {},
+        gain_rate=GAIN_RATE if model.bias_gain else None,
+    )
+    train = TrainConfig(
+        IMAGE_STEPS,
+        IMAGE_BATCH,
+        label_smoothing=LABEL_SMOOTHING,
+        eval_every=round(IMAGE_COUNT / IMAGE_BATCH) * 5,
+        eval_tokens=1 << 20,  # 16,384 images of 64 patches
+    )
+    return Experiment(name.replace("/", "-"), model, DataConfig(corpus="cifar10"), optimizer, train)
 
 
 def train(
@@ -147,16 +175,26 @@ def _path_of(experiment: Experiment, name: str) -> str:
     return fields[name]
 
 
-GIVEN = ("model.vocab_size", "model.scheme.repeat_rate", "data.vocab")  # what tokens would say otherwise
+# what the data would say otherwise
+GIVEN = (
+    "model.vocab_size",
+    "model.scheme.repeat_rate",
+    "data.vocab",
+    *(f"model.images.{name}" for name in ("side", "channels", "mean", "std")),
+    "model.classes",
+)
 
 
 def with_data(experiment: Experiment, root: str | Path = "data", *, given: Collection[str] = GIVEN) -> Experiment:
     """The experiment with data.folder set: if it was not, the corpus is prepared under `root` (nothing is downloaded).
 
     Vocabulary size and repeat rate become those of the tokens, unless they are among the dotted names `given`; then a
-    repeat rate that is far from the tokens' is a warning. A vocabulary of at most 257 means bytes.
+    repeat rate that is far from the tokens' is a warning. A vocabulary of at most 257 means bytes. A network of images
+    takes size, classes, mean and deviation from them.
     """
     data = experiment.data
+    if experiment.model.images is not None:
+        return _with_images(experiment, given)
     if data.valid is not None:
         read_manifest(Path(data.valid))  # before an hour of tokenising
     if data.folder is None:
@@ -184,6 +222,35 @@ def with_data(experiment: Experiment, root: str | Path = "data", *, given: Colle
     if values:
         found = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
         logger.info("from the tokens of %s: %s", experiment.data.folder, found)
+    return experiment.with_fields(values)
+
+
+def check_data(folder: Path) -> None:
+    """Refuse what is neither a folder of prepared tokens nor one of images."""
+    read_images(folder) if holds_images(folder) else read_manifest(folder)
+
+
+def _with_images(experiment: Experiment, given: Collection[str]) -> Experiment:
+    """Size, channels, classes, their statistics and the repeat rate become those of the images, unless given."""
+    if experiment.data.folder is None:
+        raise ValueError(NO_IMAGES)
+    store = ImageStore(experiment.data.folder)
+    found = store.manifest
+    images = {"side": found.side, "channels": found.channels, "mean": found.mean, "std": found.std}
+    values: dict[str, Any] = {f"model.images.{name}": value for name, value in images.items()}
+    values["model.classes"] = len(found.classes)
+    values = {name: value for name, value in values.items() if name not in given}
+    experiment = experiment.with_fields(values)
+    assert experiment.model.images is not None
+    if hasattr(experiment.model.scheme, "repeat_rate"):
+        rate = round(store.repeat_rate(experiment.model.images.patch), 3)
+        if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
+            values["model.scheme.repeat_rate"] = rate
+    logger.info(
+        "from the images of %s: %s",
+        store.folder,
+        ", ".join(f"{name.removeprefix('model.')}={value}" for name, value in values.items()),
+    )
     return experiment.with_fields(values)
 
 

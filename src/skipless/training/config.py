@@ -30,6 +30,7 @@ ORTHOGONAL_ROLES = ("value", "output", "up", "down")  # queries start at 0, and 
 # five times Adam's for vanilla E-SPA, and ten times diverged.
 USUAL_RATES = {"adam": 3e-5, "adamw": 5e-4, "muon": 1e-3, "soap": 1e-4}
 MUON_VECTOR_RATE = 3e-5
+NO_IMAGES = "a network of images needs some: `skipless prepare SOURCE --images --out FOLDER`, then --data FOLDER"
 _LEAST_EPS, _MOST_DECAY, _MOST_STEPS = 1e-30, 1e3, 1 << 53
 
 
@@ -173,6 +174,9 @@ class DataConfig:
 
     valid is an optional second prepared folder, by the same tokenizer, whose held-out split serves for validation
     instead of the first one's. packed keeps attention within documents.
+
+    crop and flip are for images: in training each is shifted by up to `crop` pixels along both axes, and mirrored one
+    time in two.
     """
 
     corpus: str = "stdlib"
@@ -180,9 +184,15 @@ class DataConfig:
     valid: str | None = None
     vocab: int | None = None
     packed: bool = False
+    crop: int = 4
+    flip: bool = True
 
     def __post_init__(self):
         check_own(self, "data.")
+        if not 0 <= self.crop <= 1 << 10:
+            raise ValueError(
+                f"data.crop is {self.crop}; it must lie in 0 … {1 << 10} pixels (an eighth of a side is usual)"
+            )
         if self.vocab is not None and not 1 <= self.vocab < 1 << 31:
             raise ValueError(f"data.vocab is {self.vocab}; it must be at least 1, and at most 257 means bytes")
 
@@ -193,6 +203,8 @@ class TrainConfig:
 
     length: tokens in a row. None: the model's, which an Experiment fills in.
     warmup: steps until the rate is at its highest. None: a tenth of all steps, at most App. H's 4,000.
+    label_smoothing: of images, the share of the target that is spread over all classes; validation has none.
+    eval_tokens: locations to validate on at most, tokens or patches.
     cuda_graph: the whole step as one CUDA graph; "auto" where it can be, with a word where not, "on" or an error.
     """
 
@@ -216,6 +228,7 @@ class TrainConfig:
     keep: int = 2
     probe_at: tuple[int, ...] = ()
     on_divergence: Literal["stop", "halve-lr"] = "stop"
+    label_smoothing: float = 0.0
 
     def __post_init__(self):
         check_own(self, "train.")
@@ -240,6 +253,8 @@ class TrainConfig:
             raise ValueError(f"train.accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
         if not 0.0 < self.ema <= 1.0:
             raise ValueError(f"train.ema is {self.ema}; the smoothing factor must lie in (0, 1] (App. H: 0.01)")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"train.label_smoothing is {self.label_smoothing}; a share lies in [0, 1), such as 0.1")
 
     def replace(self, **changes: Any) -> "TrainConfig":
         """A copy with some fields changed. A warm-up that is the usual one for its steps follows them."""
@@ -267,6 +282,16 @@ class Experiment:
         check_own(self)
         if self.train.length is None:
             object.__setattr__(self, "train", self.train.replace(length=self.model.length))
+        if self.train.label_smoothing and self.model.head != "pooled":
+            raise ValueError(
+                f"train.label_smoothing={self.train.label_smoothing} with model.head={self.model.head!r}: only a "
+                "pooled head's loss has it; use 0"
+            )
+        if self.model.images is not None and self.train.length != self.model.length:
+            raise ValueError(
+                f"train.length={self.train.length}, and an image of this network has {self.model.length} patches; use "
+                f"--set train.length={self.model.length}"
+            )
 
     @property
     def folder(self) -> Path:
@@ -316,6 +341,8 @@ class Experiment:
             )
         if model is not None or train is not None:
             changes |= dict.fromkeys([("model", "length"), ("train", "length")], train if model is None else model)
+        elif any(path[:2] == ("model", "images") for path in changes):
+            changes[("train", "length")] = None  # as many as the patches of an image
         return _changed(self, changes, "")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from skipless.data.loader import Batch
+from skipless.data.image_loader import AnyBatch
 from skipless.model.transformer import Transformer
 from skipless.ops.cuda_graph import CudaRecorder, Recorder, Replay
 from skipless.training.config import Experiment
@@ -55,10 +55,10 @@ class Step(Protocol):
     optimizer: Optimizer
 
     def __call__(
-        self, step: int, batch: Batch, update: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
+        self, step: int, batch: AnyBatch, update: Callable[[AnyBatch], tuple[Tensor, Tensor]] | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
-    def update(self, batch: Batch) -> tuple[Tensor, Tensor]: ...
+    def update(self, batch: AnyBatch) -> tuple[Tensor, Tensor]: ...
 
     def set_rates(self, step: int) -> None: ...
 
@@ -79,7 +79,7 @@ class GraphedStep:
     def __init__(self, step: Step, recorder: Recorder | None = None):
         self._step, self._recorder = step, recorder or CudaRecorder()
         self._replay: Replay | None = None
-        self._inputs: Batch | None = None
+        self._inputs: AnyBatch | None = None
         self._rates: list[Tensor] = []
         self._read: object = None
         step.use_half_weights()
@@ -90,7 +90,7 @@ class GraphedStep:
                     "ever; use build_optimizer(…, capturable=True)"
                 )
 
-    def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Update the parameters by the batch of `step`; the tensors returned are the caller's own."""
         if isinstance(optimizer := self._step.optimizer, Composite) and not optimizer.begun:
             return self._step(step, batch)
@@ -100,22 +100,22 @@ class GraphedStep:
         loss, norm = self._step(step, batch, update=self._replayed)
         return loss.clone(), norm.clone()
 
-    def _replayed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _replayed(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         assert self._inputs is not None
         assert self._replay is not None
-        for own, new in zip(_tensors(self._inputs), _tensors(batch), strict=True):
+        for own, new in zip(self._inputs.tensors, batch.tensors, strict=True):
             own.copy_(new, non_blocking=True)
         loss, norm = self._replay()
         return loss, norm
 
-    def _stale(self, batch: Batch) -> bool:
+    def _stale(self, batch: AnyBatch) -> bool:
         if self._inputs is None:
             return True
         rates = [group["lr"] for group in self._step.optimizer.param_groups]
         same_rates = all(a is b for a, b in zip(rates, self._rates, strict=True))
-        return not same_rates or [t.shape for t in _tensors(batch)] != [t.shape for t in _tensors(self._inputs)]
+        return not same_rates or [t.shape for t in batch.tensors] != [t.shape for t in self._inputs.tensors]
 
-    def _capture(self, batch: Batch) -> None:
+    def _capture(self, batch: AnyBatch) -> None:
         step, self._replay, self._inputs = self._step, None, None
         inputs = batch.map(torch.clone)
         with unchanged(step.model, step.optimizer):
@@ -123,7 +123,8 @@ class GraphedStep:
                 self._recorder.warm_up(lambda: step.update(inputs))
         self._rates = [group["lr"] for group in step.optimizer.param_groups]
         if isinstance(model := step.model, Transformer):  # which may replace what the graph reads
-            self._read = model.bias_vectors(inputs.inputs.shape[1], model.embedding.weight)
+            length = inputs.inputs.shape[1] if model.config.images is None else model.config.length
+            self._read = model.bias_vectors(length, model.embedding.weight)
         gc.collect()  # what the warm-up left behind must not be freed while kernels are recorded
         try:
             self._replay = self._recorder.capture(lambda: step.update(inputs))
@@ -132,10 +133,6 @@ class GraphedStep:
                 f"the training step could not be captured in a CUDA graph ({error}); use --set train.cuda_graph=off"
             ) from error
         self._inputs = inputs
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    return [batch.tokens] if batch.documents is None else [batch.tokens, batch.documents]
 
 
 @contextmanager

@@ -50,6 +50,11 @@ class World:
             value = value / self.size
         return value
 
+    def totals(self, *values: float) -> list[float]:
+        """The sum of each over all processes."""
+        sums = torch.tensor(values, dtype=torch.float64).to(self.device)
+        return (self.mean(sums) * self.size).tolist()
+
     def wait(self) -> None:
         """Until all processes are here."""
         if self.size > 1:

@@ -162,12 +162,12 @@ class Probe:
 
 @torch.no_grad()
 def measure(model: Transformer, tokens: Tensor, step: int, most: int = 128) -> Probe:
-    """The kernels of the first row's first `most` tokens, block by block; memory of one activation at a time.
+    """The kernels of the first row's first `most` tokens, or of the first image; memory of one activation at a time.
 
     Compiled blocks are run as written: a length and a precision met once are not worth compiling for.
     """
-    tokens = tokens[:1, :most]
-    positions, x = model.positions(tokens), model.embed(tokens)
+    x = model.embed(tokens[:1] if model.config.images is not None else tokens[:1, :most])
+    positions = model.positions(x)
     states = [_kernel(x)]
     for block in model.each_block():
         x = block.forward(x, positions)

@@ -42,8 +42,14 @@ def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str |
 
     path: a run's folder (its newest weights are taken), a checkpoint in it, or a folder that save_pretrained or
     `skipless export` wrote. tokenizer names the model's own where it does not lie beside it: a .model file, a prepared
-    folder or "bytes". device None is a GPU where there is one.
+    folder or "bytes". device None is a GPU where there is one. A network of images has no tokenizer.
     """
+    if (experiment := _image_run(Path(path))) is not None:
+        from skipless.training.distributed import find_device
+
+        path = Path(path)
+        found = _checkpoint(path, experiment) if _is_checkpoint(path) else _run_weights(path, experiment)
+        return found[0].to(find_device(device))
     return load_model(path, tokenizer, device).model
 
 
@@ -51,6 +57,10 @@ def load_model(path: str | Path, tokenizer: str | Path | None = None, device: st
     """What `load` opens, with all that is known of it."""
     path = Path(path)
     check_model(path)
+    if _image_run(path) is not None:
+        raise ValueError(
+            f"{path} holds a network of images, and this is for text; skipless.load({str(path)!r}) opens it"
+        )
     given = None if tokenizer is None else find_tokenizer(tokenizer)
     from skipless.training.distributed import find_device  # torch, which a wrong path need not wait for
 
@@ -70,6 +80,15 @@ def check_model(path: Path) -> None:
     """Refuse, before anything is loaded, a path that holds no model."""
     if not ((path / EXPERIMENT).is_file() or _is_checkpoint(path) or (path / CONFIG).is_file()):
         raise ValueError(_why_not(path))
+
+
+def _image_run(path: Path) -> Experiment | None:
+    """The experiment of a run, or of a checkpoint in it, if its network is one of images."""
+    folder = path.parents[1] if _is_checkpoint(path) else path
+    if not (folder / EXPERIMENT).is_file():
+        return None
+    experiment = read_experiment(folder)
+    return experiment if experiment.model.images is not None else None
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -205,7 +205,9 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
 
 
 def _keep_tokenizer(path: Path, experiment: Experiment) -> None:
-    """Put the tokenizer of the data into the run, which then needs its data no more."""
+    """Put the tokenizer of the data into the run, which then needs its data no more. Images have none."""
+    if experiment.model.images is not None:
+        return
     folder = Path(experiment.data.folder or "")
     (path / MODEL_FILE).unlink(missing_ok=True)  # of a start that came to nothing
     if fingerprint(folder) is not None:
@@ -395,17 +397,30 @@ class Line:
 
 
 class Display:
-    """Shows lines of a run of `steps` steps. flops_per_token is 6 per parameter plus attention's, for MFU."""
+    """Shows lines of a run of `steps` steps. flops_per_token is 6 per parameter plus attention's, for MFU.
 
-    def __init__(self, name: str, steps: int, *, flops_per_token: float = 0.0, device: str = "", quiet: bool = False):
-        self.name, self.flops_per_token = name, flops_per_token
+    patches: of an image, whose number is then shown in place of tokens; 0 for text.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        *,
+        flops_per_token: float = 0.0,
+        device: str = "",
+        quiet: bool = False,
+        patches: int = 0,
+    ):
+        self.name, self.flops_per_token, self.patches = name, flops_per_token, patches
         self.peak = next((peak for part, peak in _PEAKS.items() if part in device), None)
         self._progress = Progress(every=5.0, quiet=quiet)
         self._progress.start(name, steps)
 
     def show(self, line: Line) -> None:
         """The newest line: always on the bar, every few seconds as text."""
-        speed = f"{line.tokens_per_second:,.0f} tok/s"
+        seen = line.tokens_per_second
+        speed = f"{seen / self.patches:,.0f} images/s" if self.patches else f"{seen:,.0f} tok/s"
         if self.peak:
             speed += f"  MFU {100 * line.tokens_per_second * self.flops_per_token / self.peak:.0f}%"
         text = f"loss {line.loss:.3f}  ema {line.ema:.3f}  grad {line.gradient:.2g}  {speed}"
@@ -421,9 +436,13 @@ class Display:
 
 
 def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
-    """6 per weight, and causal attention's 6·T·d per block: what training a token costs, forward and backward."""
+    """6 per weight, and causal attention's 6·T·d per block: what training a token costs, forward and backward.
+
+    Attention that sees all locations costs twice as much.
+    """
     model = experiment.model
-    return 6.0 * matrix_parameters + 6.0 * model.depth * model.width * experiment.train.length
+    attention = 6.0 if model.causal else 12.0
+    return 6.0 * matrix_parameters + attention * model.depth * model.width * experiment.train.length
 
 
 def least_bytes(experiment: Experiment, processes: int = 1) -> float:

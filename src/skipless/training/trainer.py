@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute_backward
 
 from skipless.console import check_fits
-from skipless.data.loader import Batch, Prefetch, TokenLoader
-from skipless.data.store import TokenStore
+from skipless.data.image_loader import AnyBatch
+from skipless.data.loader import Prefetch
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.ops.precision import HALF, autocast, loss_scale
@@ -27,7 +27,8 @@ from skipless.training.config import Experiment, TrainConfig
 from skipless.training.cuda_graph import GraphedStep, uses_graph, why_not
 from skipless.training.distributed import World, distribute, join_world, plain
 from skipless.training.divergence import Diverged, GradientWatch, check_finite, check_state, diagonal_warning, measure
-from skipless.training.evaluate import EvalResult, evaluate_loss
+from skipless.training.evaluate import EvalResult, ImageResult
+from skipless.training.feeds import open_feed
 from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, supports_half_weights
 from skipless.training.optim.build import Composite, build_optimizer, freeze, set_rates, warmup_cosine
 from skipless.training.optim.half_weights import HalfWeights
@@ -50,7 +51,7 @@ class Result:
 
     steps: int
     train_loss: float
-    valid: EvalResult | None
+    valid: EvalResult | ImageResult | None
     weights: Path | None
     step_seconds: float = float("nan")
 
@@ -117,7 +118,7 @@ def train(
                 # evaluate
                 if state.step in config.probe_at:
                     trainer.probe()
-                if trainer.valid is not None and (last or state.step % config.eval_every == 0):
+                if trainer.feed.validates and (last or state.step % config.eval_every == 0):
                     trainer.evaluate()
 
                 # checkpoint, which remembers what was evaluated
@@ -151,7 +152,7 @@ class TrainStep:
         self.half: HalfWeights | None = None
 
     def __call__(
-        self, step: int, batch: Batch, update: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
+        self, step: int, batch: AnyBatch, update: Callable[[AnyBatch], tuple[Tensor, Tensor]] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Set the rates of `step`, update the parameters, then do what the optimiser does between updates.
 
@@ -165,11 +166,11 @@ class TrainStep:
             self.optimizer.renew()  # SOAP's bases
         return loss, norm
 
-    def update(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def update(self, batch: AnyBatch) -> tuple[Tensor, Tensor]:
         """Forward, loss, backward, clip, update, at the rates that are set: all that a CUDA graph of the step holds."""
         config, model, half = self.config, self.model, self.half
-        rows = len(batch.tokens) // config.accumulate
-        scale = loss_scale(config.precision, rows * batch.targets.shape[1])
+        rows = len(batch.targets) // config.accumulate
+        scale = loss_scale(config.precision, batch.targets.numel() // config.accumulate)
         self.optimizer.zero_grad(set_to_none=True)
 
         # the gradient, summed over micro-batches
@@ -218,8 +219,8 @@ class TrainStep:
             self.half = self.optimizer.half_weights = HalfWeights(self.model, half)
 
 
-def cross_entropy(model: nn.Module, batch: Batch, packed: bool) -> Tensor:
-    """Mean next-token loss in nats: softmax cross entropy over the vocabulary, in float32. App. H."""
+def cross_entropy(model: nn.Module, batch: AnyBatch, packed: bool) -> Tensor:
+    """Mean loss in nats: softmax cross entropy of the next token, or of an image's class, in float32. App. H."""
     layout = Layout.packed(batch.documents) if packed and batch.documents is not None else None
     return model(batch.inputs, targets=batch.targets, layout=layout)
 
@@ -247,35 +248,24 @@ class Trainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     train_step: TrainStep
-    advance: Callable[[int, Batch], tuple[Tensor, Tensor]]  # the step, or a CUDA graph of it
+    advance: Callable[[int, AnyBatch], tuple[Tensor, Tensor]]  # the step, or a CUDA graph of it
     batches: Prefetch
 
     def __init__(
         self, experiment: Experiment, world: World, run: RunFolder, *, tensorboard: bool = False, quiet: bool = False
     ):
-        config, data = experiment.train, experiment.data
+        config = experiment.train
         self.experiment, self.config, self.world, self.run = experiment, config, world, run
         self.graph = uses_graph(experiment, world)
-        if data.folder is None:
-            raise ValueError(f"data.folder is not set: prepare {data.corpus!r} first, or let `skipless train` do it")
-        store = TokenStore(data.folder)
-        if store.vocab_size > experiment.model.vocab_size:
-            raise ValueError(
-                f"model.vocab_size={experiment.model.vocab_size} is smaller than the {store.vocab_size} tokens of "
-                f"{data.folder}; use --set model.vocab_size={store.vocab_size}"
-            )
-        _check_length(experiment)
-        shape = (config.length, config.batch_size, config.seed, world.rank, world.size)
-        self.loader = TokenLoader(store, *shape, documents=data.packed)
-        _check_rows(config, world)
+        self.feed = open_feed(experiment, world)
         smaller = "lower train.batch_size, raise train.accumulate, or make the network smaller"
         check_fits(least_bytes(experiment, world.size), "this run", smaller, world.free_memory)
-        self.valid = _valid_loader(experiment, world, store)
         self.board = Board(run.path / "tensorboard") if tensorboard and world.main else None
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
         flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
-        quiet = quiet or not world.main
-        self.display = Display(experiment.name, config.steps, flops_per_token=flops, device=name, quiet=quiet)
+        patches = experiment.model.length if experiment.model.images is not None else 0
+        shown = {"flops_per_token": flops, "device": name, "quiet": quiet or not world.main, "patches": patches}
+        self.display = Display(experiment.name, config.steps, **shown)
         self.state, self.watch = RunState(), GradientWatch()
         self.pending: list[tuple[Tensor, Tensor]] = []
         self.began = 0.0
@@ -311,7 +301,7 @@ class Trainer:
         if state.step == 0 and 0 in self.config.probe_at:
             self.probe()
         self.watch, self.pending, self.began = GradientWatch(), [], time.perf_counter()
-        self.batches = self._open.enter_context(self.loader.batches(state.step, self.world.device))
+        self.batches = self._open.enter_context(self.feed.loader.batches(state.step, self.world.device))
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after so many updates."""
@@ -350,20 +340,15 @@ class Trainer:
             self.board.add(values)
 
     def evaluate(self) -> None:
-        """Log the loss on the held-out windows, each process having measured its share."""
-        assert self.valid is not None
-        config, state, world, model = self.config, self.state, self.world, self.model.eval()
-        most = max(config.eval_tokens // world.size, 1)
+        """Log the result on held-out data."""
+        state, model = self.state, self.model.eval()
         try:
-            share = evaluate_loss(model, self.valid, max_tokens=most, device=world.device, precision=config.precision)
+            result = self.feed.evaluate(model)
         finally:
             model.train()
-        sums = torch.tensor([share.loss * share.tokens, share.tokens, share.bytes or 0], dtype=torch.float64)
-        nats, tokens, size = (world.mean(sums.to(world.device)) * world.size).tolist()
-        result = EvalResult.of(nats, int(tokens), int(size) or None)
-        state.valid = {"loss": result.loss, "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte}
-        self.record({"step": state.step, **{f"valid_{k}": v for k, v in state.valid.items()}})
-        self.display.say(f"step {state.step}: validation loss {result.loss:.4f}, ppl {result.perplexity:.2f}")
+        state.valid = result.numbers()
+        self.record({"step": state.step, **{f"valid_{name}": value for name, value in state.valid.items()}})
+        self.display.say(f"step {state.step}: {result.words()}")
 
     def probe(self) -> None:
         """Measure the kernels of the run's first sequence, save them and log their summary."""
@@ -371,8 +356,8 @@ class Trainer:
         if self.world.size > 1:
             logger.warning("step %d: kernels are probed in runs of one process only", step)
             return
-        tokens = self.loader.batch(0).inputs.to(self.world.device)
-        probe = measure(plain(self.model), tokens, step)
+        rows = self.feed.loader.batch(0).to(self.world.device).inputs
+        probe = measure(plain(self.model), rows, step)
         probe.save(self.run.path / "probes")
         self.record({"step": step, **{f"probe_{name}": value for name, value in probe.summary().items()}})
         if warning := diagonal_warning(step, probe.summary()):
@@ -415,7 +400,7 @@ class Trainer:
         if path is not None:
             save_weights(self.model, path)
         run.finish(steps=state.step, train_loss=state.ema, valid=valid, weights=path and path.name)
-        result = EvalResult(valid["loss"], valid["perplexity"], valid["bits_per_byte"], 0, None) if valid else None
+        result = self.feed.result.from_numbers(valid) if valid else None
         seconds = median(self.step_seconds or [float("nan")])
         return Result(state.step, state.ema or float("nan"), result, path, seconds)
 
@@ -427,6 +412,7 @@ def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.
     with world.device:
         model = Transformer(experiment.model, impl=config.impl)
     freeze(model, experiment.optimizer)
+    model.label_smoothing = config.label_smoothing
     if config.recompute:
         model.recompute = _recompute
     if config.compile:
@@ -439,46 +425,6 @@ def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.
 def _recompute(block: nn.Module, *arguments) -> Tensor:
     # a network draws no random numbers, and their state cannot be read while a CUDA graph is captured
     return recompute_backward(block, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-
-def _check_length(experiment: Experiment) -> None:
-    """Refuse rows longer than attention is calibrated for, and say where network and rows are of different lengths."""
-    rows, model = experiment.train.length, experiment.model
-    if model.max_length is not None and rows > model.max_length:
-        raise ValueError(
-            f"train.length={rows} is more than model.length={model.length}, for which attention is calibrated; use "
-            f"--set model.length={rows}"
-        )
-    if rows != model.length:
-        logger.warning("train.length=%d and model.length=%d differ: is that meant?", rows, model.length)
-
-
-def _check_rows(config: TrainConfig, world: World) -> None:
-    """Every process must cut its own rows into micro-batches, not only the batch as a whole."""
-    rows, parts = config.batch_size // world.size, config.accumulate
-    if rows % parts:
-        fits = min((n for n in range(1, rows + 1) if rows % n == 0), key=lambda n: abs(n - parts))
-        size = -(-rows // parts) * parts * world.size
-        raise ValueError(
-            f"train.accumulate={parts} does not divide the {rows} rows that each of {world.size} processes has of "
-            f"train.batch_size={config.batch_size}; use --set train.accumulate={fits}, or --set train.batch_size={size}"
-        )
-
-
-def _valid_loader(experiment: Experiment, world: World, trained: TokenStore) -> TokenLoader | None:
-    data, config = experiment.data, experiment.train
-    if not config.eval_every:
-        return None
-    try:
-        store = TokenStore(data.valid or trained.folder, "valid")
-        if data.valid is not None:
-            store.check_tokenizer(trained.tokenizer)
-        return TokenLoader(store, config.length, config.batch_size, 0, world.rank, world.size, documents=data.packed)
-    except ValueError as error:
-        if data.valid is not None:
-            raise ValueError(f"data.valid={data.valid} cannot serve for validation: {error}") from error
-        logger.warning("no validation during training: %s", error)
-        return None
 
 
 class StopRequest:
