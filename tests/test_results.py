@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from skipless.paper.experiments import SCALES, Setting, Text
+from skipless.paper.experiments import SCALES, Setting
+from skipless.paper.facts import facts_of
 from skipless.paper.index import FIGURES, IN_WORDS, PRINTED, results_index
 from skipless.paper.records import ResultsFolder
 from skipless.paper.runs import make_run
@@ -19,7 +20,8 @@ DONE = sorted(file.name.removesuffix("-small.json") for file in (ROOT / "results
 
 
 def summary(name: str):
-    return gather(TABLES[name], Setting.of(SCALES["small"], FOLDER.texts()[0]), FOLDER.records)
+    table = TABLES[name]
+    return gather(table, Setting.of(table.scales["small"], FOLDER.texts(table.on_images)[0]), FOLDER.records)
 
 
 @pytest.mark.parametrize("name", DONE)
@@ -32,8 +34,8 @@ def test_pages_are_made_from_the_logs_as_they_are(name):
 
 def test_the_key_of_every_logged_run_is_the_one_of_its_arm():
     for record in FOLDER.records.values():
-        setting = Setting.of(SCALES["small"], Text(**record.text))
         table = TABLES[record.item]
+        setting = Setting.of(table.scales["small"], facts_of(record.text))
         numbers = (record.rate, record.seed, record.multiple, record.measure, record.embedding_rate)
         assert make_run(table, table.arm(record.arm), setting, *numbers).key == record.key, record
 
@@ -109,7 +111,8 @@ def test_every_run_in_the_logs_has_the_key_that_its_settings_give_today(log):
     """New fields of a configuration must leave the keys of old runs as they are: tables find runs by them."""
     for line in log.read_text().splitlines():
         run = json.loads(line)
-        table, setting = TABLES[run["item"]], Setting.of(SCALES[run["scale"]], Text(**run["text"]))
+        table = TABLES[run["item"]]
+        setting = Setting.of(table.scales[run["scale"]], facts_of(run["text"]))
         numbers = (run["rate"], run["seed"], run["multiple"], run["measure"], run.get("embedding_rate"))
         found = make_run(table, table.arm(run["arm"]), setting, *numbers)
         assert found.key == run["key"], (run["item"], run["arm"])

@@ -12,7 +12,8 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import TokenStore
 from skipless.data.tokenizer import Bytes
 from skipless.paper.demo import DEMO, SCALE, counting, demo_runs, demo_scale, shown_blocks
-from skipless.paper.experiments import PaperTable, Scale, Setting, Text
+from skipless.paper.experiments import PaperTable, Scale, Setting
+from skipless.paper.facts import Text
 from skipless.paper.runs import Run
 from skipless.theory.schemes import ExponentialSPA, StandardAttention
 from skipless.training.config import Experiment, OptimizerConfig

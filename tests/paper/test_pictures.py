@@ -1,7 +1,8 @@
 """What a reproduction's picture draws of an arm: every step multiple the table is about, not those of a ladder."""
 
 from skipless.cli.reproduce import curves
-from skipless.paper.experiments import SCALES, Setting, Text
+from skipless.paper.experiments import SCALES, Setting
+from skipless.paper.facts import Text
 from skipless.paper.runs import missing, outcomes
 from skipless.paper.tables import TABLES
 

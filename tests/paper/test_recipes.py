@@ -11,7 +11,8 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.model.config import ModelConfig
-from skipless.paper.experiments import SCALES, Text
+from skipless.paper.experiments import SCALES
+from skipless.paper.facts import Text
 from skipless.paper.recipes import _path_of, by_law, plan, recipe, train, with_data
 from skipless.paper.tables import TABLES
 from skipless.training.config import DataConfig, OptimizerConfig, TrainConfig

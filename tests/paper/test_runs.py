@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipless.paper import experiments
-from skipless.paper.experiments import SCALES, Setting, Text
+from skipless.paper.experiments import SCALES, Setting
+from skipless.paper.facts import Text
 from skipless.paper.records import Record, ResultsFolder, final_loss, losses_of, thinned
 from skipless.paper.runs import Ratio, missing, next_multiple, outcome_of, steps_ratio
 from skipless.paper.tables import TABLES

@@ -20,7 +20,8 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.files import check_folder
 from skipless.paper.demo import DEMO, Counting, DemoRow, counting, demo_row, demo_runs, demo_scale, sample
-from skipless.paper.experiments import Setting, Text
+from skipless.paper.experiments import Setting
+from skipless.paper.facts import Text
 from skipless.paper.records import Record
 from skipless.paper.runs import Run
 from skipless.training.config import Experiment

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +12,10 @@ from rich.console import Console
 
 from skipless import __version__
 from skipless.console import Progress, nearest, print_table, say, write_output
+from skipless.data.image_store import holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
-from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, Text
+from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting
+from skipless.paper.facts import Facts, ImageSet, Text
 from skipless.paper.records import LOGS, RUNS, Record, ResultsFolder
 from skipless.paper.runs import CPU, H200, Limits, Listener, Outcome, Run, missing, run_seconds, total
 from skipless.paper.tables import (
@@ -53,25 +55,27 @@ class Request:
 
 def run(request: Request, limits: Limits) -> bool:
     """Train what is missing and write every table; whether every run that was begun ended well."""
-    tables, scale = tables_named(request.tables), scale_named(request.scale)
+    tables = tables_named(request.tables)
+    check_scale(tables, request.scale)
     check_arms(tables, request.arms)
-    folder = ResultsFolder(request.out, scale.name)
+    folder = ResultsFolder(request.out, request.scale)
     _check_place(request.out)
     reporter = Reporter()
     with folder.locked():
-        trained = [table for table in tables if not table.kernels]
-        setting = _setting(request, scale, folder) if trained else None
+        settings = _settings(request, [table for table in tables if not table.kernels], folder)
+        tables = [table for table in tables if table.kernels or table.name in settings]
         try:
-            if setting is not None and not request.tables_only:
-                _train(trained, setting, folder, limits, reporter, request.arms)
+            if settings and not request.tables_only:
+                trained = [table for table in tables if not table.kernels]
+                _train(trained, settings[trained[0].name], folder, limits, reporter, request.arms)
         except KeyboardInterrupt:
             reporter.close()
             say("skipless: stopped; the same command goes on from there")
-            _write(tables, setting, folder)
+            _write(tables, settings, folder)
             raise typer.Exit(130) from None
         finally:
             reporter.close()
-        _write(tables, setting, folder)
+        _write(tables, settings, folder)
     return not reporter.errors
 
 
@@ -101,42 +105,81 @@ def check_arms(tables: Sequence[PaperTable], names: Sequence[str]) -> None:
             raise ValueError(f"--arms names {name!r}, which no chosen table has; {nearest(name, known)}")
 
 
-def scale_named(name: str) -> Scale:
-    """The scale of that name."""
+def check_scale(tables: Sequence[PaperTable], name: str) -> None:
+    """Refuse a scale that is none, or that no chosen table can be run at."""
     if name not in SCALES:
         raise ValueError(f"--scale is {name!r}; {nearest(name, SCALES)}")
-    return SCALES[name]
+    if not any(table.kernels or name in table.scales for table in tables):
+        known = dict.fromkeys(scale for table in tables for scale in table.scales)
+        raise ValueError(f"--scale is {name!r}, at which {tables[0].name} is not run; use one of {', '.join(known)}")
 
 
-def _setting(request: Request, scale: Scale, folder: ResultsFolder) -> Setting:
-    """The text is the one named; tables alone can do with what the logs say of it."""
-    logged = request.tables_only and request.data is None
-    text = _logged_text(folder) if logged else find_text(request.data, scale.name)
-    return Setting.of(scale, text, request.rates, request.seeds)
+def _settings(request: Request, tables: Sequence[PaperTable], folder: ResultsFolder) -> dict[str, Setting]:
+    """The setting of every table that can be run, or written, with the data at hand, by its name; the others are named.
+
+    Data are what --data names, tokens or images; pages alone can do with what the logs say of both.
+    """
+    if not tables:
+        return {}
+    known: dict[bool, Facts] = {}
+    kinds = dict.fromkeys(table.on_images for table in tables)
+    if request.tables_only and request.data is None:
+        known = {images: found for images in kinds if (found := _logged(folder, images)) is not None}
+        if not known:
+            raise ValueError(
+                f"{folder.path} has no logs of scale {folder.scale!r} to make tables from; leave out --tables-only to "
+                "run"
+            )
+    else:
+        found = find_data(request.data, request.scale, only_images=False not in kinds)
+        known = {isinstance(found, ImageSet): found}
+    settings = {}
+    for table in tables:
+        if table.on_images in known and request.scale in table.scales:
+            scale = table.scales[request.scale]
+            settings[table.name] = Setting.of(scale, known[table.on_images], request.rates, request.seeds)
+    left = [table for table in tables if table.name not in settings]
+    words = [f"{table.name} is left out: {_why_not(table, request.scale)}" for table in left]
+    if not settings:
+        raise ValueError(words[0])
+    for line in words:
+        say(line)
+    return settings
 
 
-def _logged_text(folder: ResultsFolder) -> Text:
-    texts = folder.texts()
-    if not texts:
-        raise ValueError(
-            f"{folder.path} has no logs of scale {folder.scale!r} to make tables from; leave out --tables-only to run"
-        )
+def _why_not(table: PaperTable, scale: str) -> str:
+    if scale not in table.scales:
+        return f"it is not run at scale {scale!r}, but at {', '.join(table.scales)}"
+    return _needs(table.on_images)
+
+
+def _needs(images: bool) -> str:
+    how = "`skipless prepare SOURCE --images`" if images else "`skipless prepare`, or text files"
+    return f"it needs {'images' if images else 'text'}: --data FOLDER, made by {how}"
+
+
+def _logged(folder: ResultsFolder, images: bool) -> Facts | None:
+    texts = folder.texts(images)
     if len(texts) > 1:
         others = ", ".join(text.name for text in texts[1:])
-        say(f"the logs hold runs on several texts; tables are of {texts[0].name}, not of {others}: --data names one")
-    return texts[0]
+        kind = "sets of images" if images else "texts"
+        say(f"the logs hold runs on several {kind}; tables are of {texts[0].name}, not of {others}: --data names one")
+    return texts[0] if texts else None
 
 
-def find_text(data: str | None, scale: str) -> Text:
-    """The text that --data names: a prepared folder, or a corpus, which is prepared under data/ if it is not yet.
+def find_data(data: str | None, scale: str, only_images: bool = False) -> Facts:
+    """What --data names: a prepared folder, or a corpus of text, which is prepared under data/ if it is not yet.
 
-    Without it the smallest scale takes bytes of the Python standard library; the others want to be told.
+    Without it the smallest scale takes bytes of the Python standard library; the others want to be told, and so do
+    tables of images.
     """
     from skipless.data.store import MANIFEST
     from skipless.paper.recipes import prepared
 
-    if data is None and scale != "tiny":
-        raise ValueError(f"scale {scale!r} needs text: --data FOLDER, made by `skipless prepare`, or text files")
+    if data is None and (scale != "tiny" or only_images):
+        raise ValueError(f"scale {scale!r}: {_needs(only_images)}")
+    if data is not None and holds_images(data):
+        return ImageSet.read(data)
     if data is not None and (Path(data) / MANIFEST).is_file():
         return Text.read(data)
     return Text.read(prepared(data or "stdlib", 257 if scale == "tiny" else 32_000))
@@ -208,17 +251,17 @@ class Reporter(Listener):
         return f"{seconds // 60:3d}:{seconds % 60:02d}"
 
 
-def _write(tables: Sequence[PaperTable], setting: Setting | None, folder: ResultsFolder) -> None:
+def _write(tables: Sequence[PaperTable], settings: Mapping[str, Setting], folder: ResultsFolder) -> None:
     """Every table's page, picture and data; the numbers also on the terminal."""
     console = Console()
     for table in tables:
         title = f"\n{table.title} ({table.reference})"
-        if setting is None or table.kernels:
+        if table.kernels:
             console.print(title, markup=False, style="bold")
             written = _write_kernels(table, folder.path / table.name, console)
         else:
             console.print(f"{title}, scale {folder.scale}", markup=False, style="bold")
-            written = _write_table(table, setting, folder, console)
+            written = _write_table(table, settings[table.name], folder, console)
         for path in written:
             console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
@@ -342,6 +385,7 @@ def _print_verdict(console: Console, mark: str, claim: str, detail: str) -> None
 # A stand-in where nothing has been run: sizes and costs need no more of a text than how many tokens it knows.
 _TEXT = Text("no text yet", 32_000, 0.008, 7.5, 0, "")
 _BYTES = Text("no text yet", 256, 0.05, 3.2, 0, "")
+_IMAGES = ImageSet("no images yet", 32, 3, (125.0,) * 3, (64.0,) * 3, 10, 0.148, 2.3, 0, "")
 _MACHINES = {"tiny": CPU, "small": H200, "medium": H200, "paper": H200}
 
 
@@ -364,9 +408,13 @@ def _line(table: PaperTable, folders: dict[str, ResultsFolder], out: Path) -> li
         there = (out / f"{table.name}.json").is_file()
         return [table.name, table.reference, *("0, 30 s" for _ in SCALES), "all" if there else "nothing"]
     costs, done = [], []
-    for name, scale in SCALES.items():
-        texts = folders[name].texts()
-        setting = Setting.of(scale, texts[0] if texts else (_BYTES if name == "tiny" else _TEXT))
+    for name in SCALES:
+        if (scale := table.scales.get(name)) is None:
+            costs.append("–")
+            continue
+        texts = folders[name].texts(table.on_images)
+        stand_in = _IMAGES if table.on_images else _BYTES if name == "tiny" else _TEXT
+        setting = Setting.of(scale, texts[0] if texts else stand_in)
         costs.append(f"{total(table, setting)}, {_time(_seconds(table, setting))}")
         if texts:
             left = len(missing([table], setting, folders[name].records))

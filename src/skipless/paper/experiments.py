@@ -9,14 +9,11 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from skipless.data.store import TokenStore, fingerprint
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
+from skipless.paper.facts import Facts
 from skipless.paper.numbers import Printed
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, Precision, TrainConfig
@@ -45,7 +42,7 @@ class PaperTable:
     after the usual number. keeps_weights: of longer runs and of measured ones. kernels: nothing is trained, theory
     alone. embedding_rates: an odd number of neighbouring rates at which every arm's embedding is tried; a single one is
     not tuned, and () is the scale's own rate. side_by_side: its page has one table, of quantities by arms.
-    profiles: further measures that its page shows block by block.
+    profiles: further measures that its page shows block by block. scales: the sizes it can be run at, by name.
     """
 
     name: str
@@ -63,6 +60,7 @@ class PaperTable:
     side_by_side: bool = False
     profiles: tuple[str, ...] = ()
     embedding_rates: tuple[float, ...] = ()
+    scales: "Mapping[str, Scale]" = field(default_factory=lambda: SCALES, hash=False)
 
     def __post_init__(self):
         names = [arm.name for arm in self.arms]
@@ -86,6 +84,11 @@ class PaperTable:
         """The embedding's rate while the others are tuned: the middle of its rates; None is the scale's own."""
         return self.embedding_rates[len(self.embedding_rates) // 2] if self.embedding_rates else None
 
+    @property
+    def on_images(self) -> bool:
+        """Whether its networks are trained on images, and not on text."""
+        return any(arm.corpus == "images" for arm in self.arms)
+
     def chosen(self, scale: "Scale", names: tuple[str, ...] = ()) -> "tuple[Arm, ...]":
         """The arms to run: core ones, all of them at the paper's scale, or those named; "all" names every one."""
         if not names:
@@ -107,7 +110,8 @@ class Arm:
     printed: what the paper says of it. step_multiples: multiples of the usual steps that it is trained for; its rate is
     tuned at 1. precision and seeds (at the best rate): None is the scale's own. core: whether it is run at every scale;
     other arms are run at the paper's, and with --arms. gain_rate: of the gains of SkipInit and Value-SkipInit; None is
-    the optimiser's own. rate: its only rate, if it is not tuned here. follows: another arm of its table, whose best
+    the optimiser's own. rate: its only rate, if it is not tuned here; middle: that of its grid, where it is not the
+    usual one of its kind. follows: another arm of its table, whose best
     rates it takes instead of tuning its own; the rate by the law over depth with this power (by_depth). steps_power: of
     the law over steps (by_steps), by which all rates of its longer runs fall; 0 leaves them as they were tuned.
     """
@@ -129,33 +133,37 @@ class Arm:
     follows: str = ""
     depth_power: float = DEPTH_POWER
     steps_power: float = 0.0
+    middle: float | None = None
 
     @property
     def corpus(self) -> str:
-        """Which of the paper's two corpora it is trained on: "wikitext103" or "c4"."""
-        return "c4" if self.preset.startswith("c4/") else "wikitext103"
+        """Which of the paper's two corpora it is trained on, "wikitext103" or "c4"; or "images"."""
+        group = self.preset.partition("/")[0]
+        return {"c4": "c4", "vit": "images"}.get(group, "wikitext103")
 
-    def model(self, scale: "Scale", text: "Text") -> ModelConfig:
+    def model(self, scale: "Scale", text: Facts) -> ModelConfig:
         """The network at this scale, for this text."""
         return _model(self, scale, text)
 
-    def outline(self, scale: "Scale", text: "Text") -> ModelConfig:
+    def outline(self, scale: "Scale", text: Facts) -> ModelConfig:
         """The same without its activation, for which nothing need be solved: enough for sizes and costs."""
         plain = _plain(self)
-        return plain.replace(**scale.sizes(plain, self.corpus), vocab_size=text.vocab_size)
+        return plain.replace(**{**scale.sizes(plain, self.corpus), **text.sizes(plain)})
 
     def multiples_at(self, scale: "Scale") -> tuple[float, ...]:
         """Its step multiples, as far as they are run at this scale."""
         return tuple(multiple for multiple in self.step_multiples if multiple <= scale.longest)
 
-    def rates(self, scale: "Scale", text: "Text", count: int) -> tuple[float, ...]:
+    def rates(self, scale: "Scale", text: Facts, count: int) -> tuple[float, ...]:
         """`count` rates around the one expected for its kind of network, or its own single one."""
-        return (self.rate,) if self.rate is not None else grid(expected(self.model(scale, text), self.optimizer), count)
+        if self.rate is not None:
+            return (self.rate,)
+        return grid(self.middle or expected(self.model(scale, text), self.optimizer), count)
 
     def experiment(
         self,
         scale: "Scale",
-        text: "Text",
+        text: Facts,
         rate: float,
         seed: int = 0,
         multiple: float = 1.0,
@@ -163,8 +171,10 @@ class Arm:
         embedding_rate: float | None = None,
     ) -> Experiment:
         """Everything a run depends on. measure: what is wanted besides losses. embedding_rate: None is the scale's."""
-        train = scale.schedule(self.corpus, seed, multiple)
+        train, model = scale.schedule(self.corpus, seed, multiple), self.model(scale, text)
         train = dataclasses.replace(train, precision=self.precision or train.precision)
+        if model.images is not None:
+            train = dataclasses.replace(train, length=model.length)
         if measure == "probes":
             train = dataclasses.replace(train, probe_at=(0, train.steps // 2, train.steps))
         if measure == "pace":
@@ -173,7 +183,7 @@ class Arm:
             train = dataclasses.replace(train, steps=steps, warmup=steps // 2, log_every=every, eval_every=0)
         return Experiment(
             name=f"{self.name.replace('/', '-')}-{rate:g}-{seed}",
-            model=self.model(scale, text),
+            model=model,
             data=DataConfig(corpus=text.name, folder=text.folder),
             optimizer=OptimizerConfig(
                 self.optimizer,
@@ -188,9 +198,9 @@ class Arm:
 
 
 @functools.lru_cache(maxsize=1024)
-def _model(arm: Arm, scale: "Scale", text: "Text") -> ModelConfig:
+def _model(arm: Arm, scale: "Scale", text: Facts) -> ModelConfig:
     plain = _plain(arm)
-    changes = {**arm.changes, **scale.sizes(plain, arm.corpus), "vocab_size": text.vocab_size}
+    changes = {**arm.changes, **scale.sizes(plain, arm.corpus), **text.sizes(plain)}
     if isinstance(plain.scheme, ExponentialSPA | UniformSPA):
         changes["scheme"] = dataclasses.replace(plain.scheme, repeat_rate=text.repeat_rate)
     return preset(arm.preset, **changes)
@@ -266,8 +276,8 @@ class Scale:
         return TrainConfig(steps, batch_size, length, seed=seed, **usual | self.training)
 
 
-_ON_A_CPU = {"precision": "fp32", "compile": False, "impl": "sdpa", "log_every": 1}
-_ON_A_GPU = {"precision": "bf16", "compile": True, "impl": "auto", "log_every": 25}
+ON_A_CPU = {"precision": "fp32", "compile": False, "impl": "sdpa", "log_every": 1}
+ON_A_GPU = {"precision": "bf16", "compile": True, "impl": "auto", "log_every": 25}
 SCALES = {
     scale.name: scale
     for scale in (
@@ -282,10 +292,10 @@ SCALES = {
             seeds=1,
             longest=2.0,
             judged=False,
-            training={**_ON_A_CPU, "ema": 0.5, "eval_tokens": 32},
+            training={**ON_A_CPU, "ema": 0.5, "eval_tokens": 32},
         ),
         Scale(
-            "small", 1500, 256, 64, 256, 32, longest=10.0, training={**_ON_A_GPU, "ema": 0.01, "eval_tokens": 131_072}
+            "small", 1500, 256, 64, 256, 32, longest=10.0, training={**ON_A_GPU, "ema": 0.01, "eval_tokens": 131_072}
         ),
         Scale(
             "medium",
@@ -296,66 +306,11 @@ SCALES = {
             16,
             seeds=1,
             longest=8.0,
-            training={**_ON_A_GPU, "log_every": 50, "ema": 0.01, "eval_tokens": 262_144},
+            training={**ON_A_GPU, "log_every": 50, "ema": 0.01, "eval_tokens": 262_144},
         ),
         Scale("paper", rates=5, seeds=3),
     )
 }
-
-
-CORPORA = {"train-00": "Wikipedia", "parts": "Wikipedia"}  # texts by the name of their file or folder, as logs have it
-
-
-@dataclass(frozen=True)
-class Text:
-    """A prepared folder's facts: enough to rebuild every experiment on it, so that a log can do without the folder.
-
-    repeat_rate is rounded to three decimals, as schemes take it. unigram is the entropy of its tokens in nats: what a
-    network reaches that ignores its context. fingerprint names the very tokens.
-    """
-
-    name: str
-    vocab_size: int
-    repeat_rate: float
-    unigram: float
-    tokens: int
-    fingerprint: str
-    folder: str | None = None
-
-    @classmethod
-    def read(cls, folder: str | Path) -> "Text":
-        """The facts of a folder made by `skipless prepare`."""
-        folder = Path(folder).resolve()
-        store = TokenStore(folder)
-        if store.manifest.shards("valid"):
-            TokenStore(folder, "valid")  # verified now and noted, so that runs side by side find it so
-        counts = np.zeros(store.vocab_size)
-        for piece in store.pieces():
-            counts += np.bincount(piece, minlength=store.vocab_size)
-        shares = counts[counts > 0] / counts.sum()
-        return cls(
-            name=str(store.manifest.options["corpus"]["name"]),
-            vocab_size=store.vocab_size,
-            repeat_rate=round(store.repeat_rate or 0.0, 3),
-            unigram=round(float(-(shares * np.log(shares)).sum()), 4),
-            tokens=len(store),
-            fingerprint=fingerprint(folder) or "",
-            folder=str(folder),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """All but the folder, which is another one on another machine."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "folder"}
-
-    @property
-    def title(self) -> str:
-        """Its name as a reader knows it, and its size: "Wikipedia (train-00), 28.9M tokens"."""
-        name = f"{CORPORA[self.name]} ({self.name})" if self.name in CORPORA else self.name
-        return f"{name}, {self.tokens / 1e6:.1f}M tokens"
-
-    def describe(self) -> str:
-        """In words, for a table's head."""
-        return f"{self.title} of {self.vocab_size:,} kinds (unigram {self.unigram:.2f})"
 
 
 _MOST_RUNS = 1000  # of one arm
@@ -369,13 +324,13 @@ class Setting:
     """
 
     scale: Scale
-    text: Text
+    text: Facts
     rates: int
     seeds: int
     own_seeds: bool = False
 
     @classmethod
-    def of(cls, scale: Scale, text: Text, rates: int | None = None, seeds: int | None = None) -> "Setting":
+    def of(cls, scale: Scale, text: Facts, rates: int | None = None, seeds: int | None = None) -> "Setting":
         """The scale's own numbers where none are given; arms' own seeds too, where runs are long enough to judge."""
         counts = {"rates": scale.rates if rates is None else rates, "seeds": scale.seeds if seeds is None else seeds}
         for name, count in counts.items():
@@ -469,13 +424,18 @@ def beyond(losses: Mapping[float, float]) -> float | None:
     return None
 
 
+def near(rate: float) -> float:
+    """The nearest of the rates {1, 2, 3, 5}·10ⁿ, by ratio."""
+    exponent = math.floor(math.log10(rate) + 1e-9)
+    return min((_rate(4 * exponent + n) for n in range(5)), key=lambda other: abs(math.log(other / rate)))
+
+
 def _index(rate: float) -> int:
     """The rate's number among the rates {1, 2, 3, 5}·10ⁿ, from 0 for 1."""
     exponent = math.floor(math.log10(rate) + 1e-9)
     mantissa = round(rate / 10.0**exponent, 6)
     if mantissa not in MANTISSAS:
-        near = min((_rate(4 * exponent + n) for n in range(5)), key=lambda other: abs(math.log(other / rate)))
-        raise ValueError(f"the rate {rate:g} is not of the form {{1, 2, 3, 5}}·10ⁿ; the nearest is {near:g}")
+        raise ValueError(f"the rate {rate:g} is not of the form {{1, 2, 3, 5}}·10ⁿ; the nearest is {near(rate):g}")
     return 4 * exponent + MANTISSAS.index(mantissa)
 
 

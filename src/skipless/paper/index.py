@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skipless.files import read_json
 from skipless.paper.claims import Mark
-from skipless.paper.experiments import SCALES, PaperTable, Setting
+from skipless.paper.experiments import PaperTable, Setting
 from skipless.paper.records import ResultsFolder
 from skipless.paper.runs import Outcome
 from skipless.paper.tables import TABLES, Summary, all_runs, gather, markdown_table
@@ -157,8 +157,9 @@ class _Pages:
 
 def _summaries(table: PaperTable, out: Path, folders: Sequence[ResultsFolder]) -> Iterator[Summary]:
     for folder in folders:
-        if _has_page(out, f"{table.name}-{folder.scale}") and folder.texts():
-            yield gather(table, Setting.of(SCALES[folder.scale], folder.texts()[0]), folder.records)
+        texts, scale = folder.texts(table.on_images), table.scales.get(folder.scale)
+        if _has_page(out, f"{table.name}-{folder.scale}") and texts and scale is not None:
+            yield gather(table, Setting.of(scale, texts[0]), folder.records)
 
 
 def _names(where: str, number: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipless.files import FolderLock, append_line, read_lines, reading, remove_parts
-from skipless.paper.experiments import Text
+from skipless.paper.facts import Facts, ImageSet, facts_of
 from skipless.schema import build
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ class Record:
         for name, missing in (("train_loss", math.inf), ("valid_loss", math.inf), ("step_seconds", math.nan)):
             values[name] = missing if values.get(name) is None else values[name]
         record = build(cls, values, "the record of a run")
-        build(Text, record.text, "text", "text.")
+        facts_of(record.text)
         if any(len(point) != 2 for point in record.curve):
             raise ValueError("curve must be a list of [step, loss]")
         return record
 
     def value(self, quantity: str) -> float | None:
-        """A loss, the perplexity of validation, or a measure; None where it was not taken."""
+        """A loss, the perplexity of validation, or a measure; None where it was not taken. Accuracy is in per cent."""
         if quantity == "valid_perplexity":
             return math.exp(self.valid_loss) if self.valid_loss < 700.0 else math.inf
         if quantity in ("train_loss", "valid_loss"):
@@ -131,6 +131,8 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
     """The record of a run from its log; outcome holds what the log does not: times, device, divergence, measures."""
     train, diverged = run.experiment.train, outcome.get("diverged_at")
     valid = [line["valid_loss"] for line in metrics if line.get("valid_loss") is not None]
+    right = [line["valid_accuracy"] for line in metrics if line.get("valid_accuracy") is not None]
+    accuracy = {"accuracy": 100.0 * right[-1]} if right and diverged is None else {}
     return Record(
         key=run.key,
         item=run.table,
@@ -147,7 +149,7 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
         text=run.text.to_json(),
         curve=thinned(metrics),
         **{name: outcome[name] for name in ("seconds", "step_seconds", "jobs", "device", "torch", "commit", "time")},
-        measures=dict(outcome.get("measures", {})),
+        measures={**outcome.get("measures", {}), **accuracy},
         kernels=dict(outcome.get("kernels", {})),
         by_block=dict(outcome.get("by_block", {})),
         embedding_rate=run.embedding_rate,
@@ -192,12 +194,13 @@ class ResultsFolder:
         append_line(file, line)
         self.records[record.key] = Record.from_json(line)
 
-    def texts(self) -> list[Text]:
-        """The texts that runs were trained on, the most frequent first."""
+    def texts(self, images: bool = False) -> list[Facts]:
+        """The texts that runs were trained on, the most frequent first; or the sets of images."""
         counts: dict[str, list] = {}
         for record in self.records.values():
             counts.setdefault(record.text["fingerprint"], []).append(record.text)
-        return [Text(**found[0]) for found in sorted(counts.values(), key=len, reverse=True)]
+        known = [facts_of(found[0]) for found in sorted(counts.values(), key=len, reverse=True)]
+        return [facts for facts in known if isinstance(facts, ImageSet) == images]
 
     @contextmanager
     def locked(self) -> Generator[None]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from skipless.model.config import ModelConfig
 from skipless.paper import experiments
-from skipless.paper.experiments import Arm, Measure, PaperTable, Scale, Setting, Text
+from skipless.paper.experiments import Arm, Measure, PaperTable, Scale, Setting
+from skipless.paper.facts import Facts
 from skipless.paper.records import Record
 from skipless.training.config import Experiment, TrainConfig
 
@@ -27,7 +28,7 @@ class Run:
     table: str
     arm: str
     scale: str
-    text: Text
+    text: Facts
     experiment: Experiment
     key: str
     rate: float
@@ -80,7 +81,7 @@ def make_run(  # noqa: PLR0913  (an arm, and the five numbers that name one of i
 def _run(  # noqa: PLR0913  (all that names a run)
     arm: Arm,
     scale: Scale,
-    text: Text,
+    text: Facts,
     rate: float,
     seed: int,
     multiple: float,
@@ -118,13 +119,16 @@ def run_seconds(model: ModelConfig, train: TrainConfig, machine: Machine) -> flo
 _SCHEDULE = ("steps", "batch_size", "length", "warmup", "accumulate", "seed", "precision", "ema", "probe_at")
 
 
-def run_key(experiment: Experiment, text: Text, measure: Measure = "") -> str:
+def run_key(experiment: Experiment, text: Facts, measure: Measure = "") -> str:
     """What two runs share if and only if they give the same results: a hash of all they depend on.
 
     Names, paths, precision of solved constants beyond six digits and settings at their defaults do not enter: the key
     is the same on every machine, and stays when a configuration gains a field.
     """
     train = {name: getattr(experiment.train, name) for name in _SCHEDULE}
+    if experiment.model.images is not None:
+        data = experiment.data
+        train |= {"label_smoothing": experiment.train.label_smoothing, "crop": data.crop, "flip": data.flip}
     essentials = {
         "model": _essentials_of(experiment.model),
         "optimizer": _rounded(_changed(experiment.optimizer, experiment.optimizer.to_dict())),
@@ -156,6 +160,7 @@ def _rounded(value: Any) -> Any:
     return value
 
 
+_OF_FAILED = {"train_loss": math.inf, "valid_loss": math.inf, "valid_perplexity": math.inf, "accuracy": 0.0}
 _MOST_SEEDS = 5  # runs of earlier calls with more seeds are seen up to here
 
 
@@ -206,8 +211,8 @@ class Outcome:
         """The quantity at the best rate over all seeds that have been run; None where there is none yet."""
         found = [record.value(quantity) for _, record in sorted(self.runs.get(multiple, {}).items())]
         values = [value for value in found if value is not None]
-        if not values and self.failed and quantity in ("train_loss", "valid_loss", "valid_perplexity"):
-            values = [math.inf]
+        if not values and self.failed and quantity in _OF_FAILED:
+            values = [_OF_FAILED[quantity]]
         return Sample(tuple(values)) if values else None
 
     @property

@@ -47,6 +47,7 @@ _FILES = {
     "low-bits": "uses",
     "blocks": "uses",
     "backwards": "uses",
+    "vision": "vision",
 }
 
 
@@ -74,6 +75,7 @@ _NAMES = {
     "valid_perplexity": "Validation perplexity",
     "valid_loss": "Validation loss",
     "other_loss": "Loss on another text",
+    "accuracy": "Accuracy in validation, per cent",
 }
 
 
@@ -115,7 +117,9 @@ def markdown(summary: Summary, figure: str = "") -> str:
         parts.append(f"![{shown}]({figure})\n")
     if found := grid(table, summary.outcomes):
         words = f"; in brackets the steps to the loss of {table.baseline}, over its own" if table.baseline else ""
-        parts.append(f"## At a glance: training loss{words}\n\n{markdown_table(*found)}")
+        parts.append(
+            f"## At a glance: {_glanced(table).replace('train_', 'training ')}{words}\n\n{markdown_table(*found)}"
+        )
     if table.side_by_side:
         parts.append(f"## Side by side\n\n{markdown_table(*_side_by_side(summary))}{_by_block(summary)}")
     for quantity in () if table.side_by_side else table.quantities:
@@ -224,12 +228,17 @@ def grid(table: PaperTable, outcomes: Mapping[str, Outcome]) -> tuple[Sequence[s
     return ("", *ways), lines
 
 
+def _glanced(table: PaperTable) -> str:
+    """The quantity that is shown at a glance."""
+    return "accuracy" if "accuracy" in table.quantities else "train_loss"
+
+
 def _glance(table: PaperTable, outcomes: Mapping[str, Outcome], outcome: Outcome | None) -> str:
     if outcome is None:
         return "–"
     target = _target(table, outcomes) if outcome.arm.name != table.baseline else None
     ratio = ratio_to(outcome, target) if target is not None else None
-    loss = _row(outcome, "train_loss", 1.0).ours
+    loss = _row(outcome, _glanced(table), 1.0).ours
     return loss if ratio is None or math.isnan(ratio.value) else f"{loss} ({ratio.text()}×)"
 
 
@@ -372,7 +381,7 @@ def _how(summary: Summary) -> str:
     )
     words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
     where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."
-    return f"Text: {setting.text.describe()}. {tuned} {words}{times} {where}\n"
+    return f"{setting.text.kind}: {setting.text.describe()}. {tuned} {words}{times} {where}\n"
 
 
 def _headline_seeds(summary: Summary) -> str:
