@@ -174,24 +174,35 @@ def _bounded(data: bytes, name: str) -> bytes:
 def decode(picture: Picture, side: int | None = None) -> np.ndarray:
     """(channels, side, side) of bytes; ValueError names a picture that is damaged, or of another size."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError as error:
         raise ValueError(
             "reading pictures needs Pillow, which is not installed: pip install 'skipless[vision]'"
         ) from error
-    with (
-        reading(picture.name, "take it out, or put a good one in its place", what="is no picture that can be used"),
-        warnings.catch_warnings(action="error"),
-        Image.open(io.BytesIO(picture.data), formats=("JPEG", "PNG")) as image,
-    ):
-        width, height = image.size
-        if width != height or not 1 <= width <= MOST_SIDE:
-            raise ValueError(f"it is {width} × {height}; pictures must be squares of at most {MOST_SIDE}")
-        if side not in (None, width):
-            raise ValueError(f"it is {width} × {height}, and those before it {side} × {side}; all must be of one size")
-        if image.mode not in _MODES:
-            raise ValueError(f"its pixels are of kind {image.mode}; use one of {', '.join(_MODES)}")
-        return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+    words = "is no picture that can be used"
+    with reading(picture.name, "take it out, or put a good one in its place", what=words):
+        try:
+            with (
+                warnings.catch_warnings(action="error"),
+                Image.open(io.BytesIO(picture.data), formats=("JPEG", "PNG")) as image,
+            ):
+                _check(image.size, image.mode, side)
+                return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        except UnidentifiedImageError:
+            raise ValueError("neither JPEG nor PNG") from None
+        except OSError as error:  # of the bytes: they are in memory
+            raise ValueError(str(error)) from error
+
+
+def _check(size: tuple[int, int], mode: str, side: int | None) -> None:
+    """Refuse a picture by what its head says, before its pixels are decoded."""
+    width, height = size
+    if width != height or not 1 <= width <= MOST_SIDE:
+        raise ValueError(f"it is {width} × {height}; pictures must be squares of at most {MOST_SIDE}")
+    if side not in (None, width):
+        raise ValueError(f"it is {width} × {height}, and those before it {side} × {side}; all must be of one size")
+    if mode not in _MODES:
+        raise ValueError(f"its pixels are of kind {mode}; use one of {', '.join(_MODES)}")
 
 
 @dataclass
