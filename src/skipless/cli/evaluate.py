@@ -16,7 +16,8 @@ from skipless.console import check_target, print_table, say, write_output
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import DATASETS, open_corpus
 from skipless.files import DATA_MARK
-from skipless.training.load import LoadedModel, load_model
+from skipless.training.config import Experiment
+from skipless.training.load import LoadedModel, image_run, load, load_model
 
 if TYPE_CHECKING:
     from skipless.training.evaluate import EvalResult
@@ -101,11 +102,19 @@ def command(
     download: Download = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Evaluate a trained model on text and on zero-shot tasks.
+    """Evaluate a trained model on text and on zero-shot tasks; one of images on held-out images.
 
     With neither --corpus nor --tasks: on the validation text of the data the run was trained on. --quantise rounds to
-    nearest, and then computes in fp32 unless --precision names another.
+    nearest, and then computes in fp32 unless --precision names another. A network of images takes --corpus, another
+    folder of prepared images, --device and --precision.
     """
+    if (experiment := image_run(model)) is not None:
+        given: dict[str, Any] = {"--tasks": tasks, "--stride": stride, "--max-tokens": max_tokens, "--length": length}
+        given |= {"--tokenizer": tokenizer, "--quantise": quantise, "--json": json_file, "--separate": separate or None}
+        if named := next((name for name, value in given.items() if value is not None), None):
+            raise ValueError(f"{named} is not for a network of images, which {model} holds; leave it out")
+        _print_images(model, experiment, corpus, device, precision)
+        return
     if length is not None and length < 1:
         raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
     if tasks_folder is not None and not tasks:
@@ -134,6 +143,20 @@ def command(
         _print(texts, scores)
     if json_file is not None:
         _write(json_file, _record(loaded.origin, options, texts, scores, backend))
+
+
+def _print_images(run: Path, experiment: Experiment, folder: str | None, device: str | None, precision: Any) -> None:
+    """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its own."""
+    from skipless.data.image_loader import ImageLoader
+    from skipless.data.image_store import ImageStore
+    from skipless.training.evaluate import evaluate_images
+    from skipless.training.feeds import check_images
+
+    named = experiment if folder is None else experiment.with_fields({"data.folder": folder})
+    store = ImageStore(named.data.folder or "", "valid")
+    check_images(named, store.manifest)
+    result = evaluate_images(load(run, device=device), ImageLoader(store, 256), precision=precision)
+    print(f"{store.folder}: {result.words()}")
 
 
 def _rounded(loaded: LoadedModel, quantise: str | None) -> AbstractContextManager:

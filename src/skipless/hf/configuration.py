@@ -75,6 +75,11 @@ class SkiplessConfig(PreTrainedConfig):
         kwargs.pop("auto_map", None)  # to_dict writes it
         native = ModelConfig.from_dict({name: kwargs.pop(name) for name in FIELDS if name in kwargs})
         self._check_unknown(kwargs)
+        if native.images is not None:
+            raise ValueError(
+                "a network of images has no place among transformers' models of text; skipless.load opens a run of it, "
+                "and skipless.training.save_weights keeps its weights"
+            )
         if not native.tied_head:
             self.tie_word_embeddings = False
         for name, value in native.to_dict().items():

@@ -29,10 +29,14 @@ def check_batch(model: nn.Module, batch: Batch, labels: Tensor | None) -> None:
         if place is not None and tensor.device != place and not _spread(model):
             raise ValueError(f"{name} is on {tensor.device} and the model on {place}; move one: {name}.to('{place}')")
     ids = tensors.get(_TOKENS)
-    if ids is None and isinstance(batch, Tensor) and not batch.is_floating_point():
+    if ids is None and isinstance(batch, Tensor) and not batch.is_floating_point() and not _of_images(model):
         ids = batch
     if ids is not None:
         _check_ids(model, ids)
+
+
+def _of_images(model: nn.Module) -> bool:
+    return isinstance(model, Transformer) and model.config.images is not None
 
 
 def _check_ids(model: nn.Module, ids: Tensor) -> None:

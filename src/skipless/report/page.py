@@ -196,7 +196,10 @@ def _run_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     for name, records in curves.items():
         steps = max((record["step"] for record in records if "step" in record), default=None)
         valid = _last(records, "valid_loss")
-        perplexity = _last(records, "valid_perplexity") or (None if valid is None else math.exp(min(valid, 700.0)))
+        images = _last(records, "valid_accuracy") is not None  # whose loss is of classes
+        perplexity = _last(records, "valid_perplexity")
+        if perplexity is None and valid is not None and not images:
+            perplexity = math.exp(min(valid, 700.0))
         values = [_last(records, "ema", "loss"), valid, perplexity]
         cells = "".join(f"<td>{_short(value)}</td>" for value in values)
         shown = "–" if steps is None else f"{steps:,}".replace(",", "\N{THIN SPACE}")

@@ -44,7 +44,7 @@ def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str |
     `skipless export` wrote. tokenizer names the model's own where it does not lie beside it: a .model file, a prepared
     folder or "bytes". device None is a GPU where there is one. A network of images has no tokenizer.
     """
-    if (experiment := _image_run(Path(path))) is not None:
+    if (experiment := image_run(Path(path))) is not None:
         from skipless.training.distributed import find_device
 
         path = Path(path)
@@ -57,7 +57,7 @@ def load_model(path: str | Path, tokenizer: str | Path | None = None, device: st
     """What `load` opens, with all that is known of it."""
     path = Path(path)
     check_model(path)
-    if _image_run(path) is not None:
+    if image_run(path) is not None:
         raise ValueError(
             f"{path} holds a network of images, and this is for text; skipless.load({str(path)!r}) opens it"
         )
@@ -82,7 +82,7 @@ def check_model(path: Path) -> None:
         raise ValueError(_why_not(path))
 
 
-def _image_run(path: Path) -> Experiment | None:
+def image_run(path: Path) -> Experiment | None:
     """The experiment of a run, or of a checkpoint in it, if its network is one of images."""
     folder = path.parents[1] if _is_checkpoint(path) else path
     if not (folder / EXPERIMENT).is_file():
