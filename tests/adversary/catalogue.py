@@ -61,6 +61,7 @@ INSPECT = "inspect run --length 8"
 EVAL = "eval run --corpus text.txt --device cpu --max-tokens 32"
 KERNELS = "kernels e-spa --no-figure --length 6"
 REPRODUCE = "reproduce baselines --data data --device cpu"
+TEXT_ALONE = (["--bytes"], ["--vocab", "9"], ["--valid", "text.txt"], ["--valid-fraction", ".5"], ["--workers", "1"])
 VALUES: list[list[str]] = [
     *settings(),
     *spread(
@@ -74,6 +75,16 @@ VALUES: list[list[str]] = [
     *spread("prepare text.txt --out new", vocab=NOT_POSITIVE, sample_mb=(*NOT_FINITE, "0", "1e300")),
     *spread("prepare text.txt --out new", tokenizer=("nosuch", "text.txt", "data", "export/config.json")),
     *spread("prepare lines.jsonl --bytes --out new", text_field=("nosuch", "")),
+    *([*said("prepare --images --out new"), name] for name in ("nosuch", "", "/dev/null", "tasks", "text.txt", "data")),
+    *([*said("prepare pictures --images --out new"), *words] for words in TEXT_ALONE),
+    said("prepare text.txt --bytes --out images"),
+    said("prepare pictures --images --out data"),
+    *(said(f"train {name} --data images --out new --device cpu") for name in ("experiment.json", "mirrored")),
+    *(said(f"train {name} --data data --out new --device cpu") for name in ("vit.json", "vit/mirrored")),
+    *spread(
+        "train vit.json --show",
+        set=("model.images.side=9", "model.images.patch=3", "model.length=5", "model.classes=0"),
+    ),
     *([*said("prepare --bytes --out new"), name] for name in ("nosuch", "", "nosuch/*.txt", "/dev/null", "tasks")),
     *spread(
         KERNELS,
@@ -218,6 +229,9 @@ READERS: dict[str, list[str]] = {
     "data/manifest.json": said("train experiment.json --out new --device cpu"),
     "data/options.json": said("prepare lines.jsonl --bytes --valid-fraction 0.3 --out data --workers 1"),
     "experiment.json": said("train experiment.json --out new --device cpu"),
+    "vit.json": said("train vit.json --out new --device cpu"),
+    "images/manifest.json": said("train vit.json --out new --device cpu"),
+    "images/options.json": said("prepare pictures --images --out images"),
     "run/experiment.json": GENERATE.split(),
     "run/metrics.jsonl": ["report", "run"],
     "stopped/metrics.jsonl": said("train experiment.json --out stopped --resume --device cpu"),
@@ -260,6 +274,7 @@ def _npz(**arrays: Any) -> bytes:
     return file.getvalue()
 
 
+PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x7f\xff\xff\xff\x7f\xff\xff\xff\x08\x02\x00\x00\x00"  # of 2³¹ × 2³¹ pixels
 BINARIES: list[tuple[str, str, bytes, list[str]]] = [
     *(
         (file, name, content, words.split())
@@ -296,6 +311,16 @@ BINARIES: list[tuple[str, str, bytes, list[str]]] = [
     *(
         ("text.txt.gz", name, content, said("prepare text.txt.gz --bytes --out new"))
         for name, content in {"no gzip": b"abc", "cut short": gzip.compress(b"abc" * 999, mtime=0)[:20]}.items()
+    ),
+    *(
+        (file, name, content, said("train vit.json --out new --device cpu"))
+        for file in ("images/train-images.bin", "images/train-labels.bin")
+        for name, content in {"empty": b"", "text": b"no pixels", "zeros": bytes(4096)}.items()
+    ),
+    *(
+        (file, name, content, [*said("prepare --images --out new"), file.split("/")[0]])
+        for file in ("pictures/train/along/000.png", "pictures.tar.xz")
+        for name, content in {"empty": b"", "text": b"no picture", "zeros": bytes(4096), "a head": PNG}.items()
     ),
     ("text.txt.xz", "no xz", b"abc", said("prepare text.txt.xz --bytes --out new")),
     ("text.parquet", "no parquet", b"abc", said("prepare text.parquet --bytes --out new")),

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.pictures import packed, striped
 
 from skipless.cli import main
+from skipless.data.image_files import prepare_images
 
 RESULTS = Path(__file__).parents[2] / "results"
 EXPERIMENT = {
@@ -32,6 +34,23 @@ EXPERIMENT = {
         "probe_at": [0, 4],
         "precision": "fp32",
     },
+}
+OF_IMAGES = {
+    "name": "vit",
+    "model": {
+        "vocab_size": 1,
+        "width": 16,
+        "depth": 2,
+        "heads": 2,
+        "length": 4,
+        "mlp_init": "mirrored",
+        "causal": False,
+        "head": "pooled",
+        "classes": 2,
+        "images": {"side": 8},
+    },
+    "data": {"folder": "images"},
+    "train": {**EXPERIMENT["train"], "probe_at": [], "label_smoothing": 0.1},
 }
 QUESTION = {"goal": "open it", "sol1": "pull", "sol2": "push", "label": 1}
 
@@ -76,12 +95,16 @@ def inside(folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text, prepared data, a run, its export, an inspection, certificates, results and a task: each whole."""
+    """Text, pictures, prepared data, runs, an export, an inspection, certificates, results and a task: each whole."""
     home = tmp_path_factory.mktemp("world")
     documents = [f"Document {number} says that foxes jump over dogs, {number} times." * 3 for number in range(60)]
     (home / "text.txt").write_text("\n\n\n".join(documents))
     (home / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     (home / "experiment.json").write_text(json.dumps(EXPERIMENT))
+    (home / "vit.json").write_text(json.dumps(OF_IMAGES))
+    striped(home / "pictures", train=3, test=2, side=8)
+    packed(home / "pictures", "", home / "pictures.tar.xz")
+    prepare_images(home / "pictures", home / "images")
     (home / "tasks").mkdir()
     (home / "tasks" / "piqa.validation.jsonl").write_text(json.dumps(QUESTION) + "\n")
     (home / "results" / "logs").mkdir(parents=True)

@@ -45,7 +45,8 @@ def test_a_damaged_file_is_refused_by_its_name(here: Path, caplog, file: str, da
         assert ("lines are lost" in caplog.text) == (HARMLESS[file, damage] == "lines are lost")
     else:
         assert ending.code == 2, ending
-        folder = ("data", "results") if file.startswith(("data/options", "results/")) else ()
+        of_folder = file.startswith(("data/options", "images/options", "results/"))
+        folder = ("data", "images", "results") if of_folder else ()
         named = (Path(file).name, *folder, *(["lines holds no text"] if damage == "empty" else []))
         assert any(name in ending.err for name in named), ending.err
 

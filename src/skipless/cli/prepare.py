@@ -38,8 +38,20 @@ def command(
     Can be stopped at any time and run again; a finished folder is checked and left as it is.
     """
     if images:
-        text = {"--tokenizer": tokenizer, "--bytes": bytes_, "--valid": valid, "--valid-fraction": valid_fraction}
-        if given := next((name for name, value in text.items() if value not in (None, False)), None):
+        text = {
+            "--vocab": vocab != 32_000,
+            "--tokenizer": tokenizer is not None,
+            "--bytes": bytes_,
+            "--valid": valid is not None,
+            "--valid-fraction": valid_fraction is not None,
+            "--workers": workers is not None,
+            "--sample-mb": sample_mb != 64.0,
+            "--shard-mb": shard_mb != 64.0,
+            "--text-field": text_field != "text",
+            "--invalid-utf8": invalid_utf8 != "error",
+            "--download": download,
+        }
+        if given := next((name for name, value in text.items() if value), None):
             raise ValueError(f"{given} is for text, and --images for pictures: give one of them")
         _prepare_images(corpus, out, force)
         return
@@ -59,7 +71,10 @@ def _prepare_images(source: str, out: Path | None, force: bool) -> None:
     from skipless.data.image_files import prepare_images
 
     folder = out or default_folder(source, "images")
-    prepare_images(source, folder, force, Progress())
+    try:
+        prepare_images(source, folder, force, Progress())
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped; the same command prepares {folder} from the beginning") from None
     print(folder)
 
 
