@@ -49,6 +49,7 @@ FIELDS = {
     (OptimizerConfig, "clip"): ("x", NAN, 0),
     (OptimizerConfig, "name"): (1, None, "x"),
     (OptimizerConfig, "nesterov"): ("x", None),
+    (OptimizerConfig, "newton_schulz"): ("x", None, 1),
     (TrainConfig, "steps"): ("x", None, NAN, 0, 1.5, 10**30),
     (TrainConfig, "batch_size"): ("x", None, 0),
     (TrainConfig, "seed"): (1.5, -1, 1 << 64, "x"),

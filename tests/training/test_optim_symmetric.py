@@ -98,6 +98,17 @@ def test_the_kernel_is_at_most_twice_as_far_from_the_truth_as_torch(count, rows,
 
 
 @needs_triton
+@pytest.mark.parametrize("rows", [64, 128, 192, 328])
+def test_of_two_matrices_that_commute_too(rows):
+    g = product(random(2, rows, 256, dtype=HALF), 1.0, launch=SMALL)
+    w = product(g, C, B, launch=SMALL)
+    found = product(g, 1.5, -2.0, w, launch=SMALL)
+    truth = 1.5 * g.double() @ w.double() - 2.0 * g.double()
+    assert is_symmetric(found)
+    assert off(found, truth) <= 2 * off(torch.baddbmm(g, g, w, beta=-2.0, alpha=1.5), truth)
+
+
+@needs_triton
 def test_tiles_on_the_diagonal_are_mirrored_too():
     """So that no order of summation matters: of U + U·Uᵀ, which is not symmetric, the part above the diagonal goes."""
     u = random(1, 128, 128, dtype=HALF)
@@ -144,7 +155,8 @@ x = torch.empty(3, 512, 1024, dtype=torch.bfloat16)
 gram.product(x, 1.0)
 gram.product(x.mT.contiguous().mT, 1.0)
 gram.product(x[:, :, :512], 2.0, -3.0)
-assert len(compiled) == 3
+gram.product(x[:, :, :512].half(), 1.0, -3.0, x[:, :, 512:].half())
+assert len(compiled) == 4
 for kernel in compiled:
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx

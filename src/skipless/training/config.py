@@ -48,7 +48,8 @@ class OptimizerConfig:
     weight_decay: on matrices and the embedding, never on vectors; in the gradient for "adam" (L2), apart from it
         (Loshchilov and Hutter 2019) for the others.
     betas, eps: Adam's, also for what Muon and SOAP leave to it. soap_betas: those of SOAP's matrices.
-    momentum, nesterov, newton_schulz_steps: Muon's. precondition_every (steps between new bases) and
+    momentum, nesterov, newton_schulz_steps: Muon's. newton_schulz: where its steps are taken, "gram" in Gram matrices
+        if that is quicker; the same but for rounding. precondition_every (steps between new bases) and
         max_precondition_width (a longer side keeps its own basis): SOAP's.
     keep_orthogonal: roles whose matrices stay nearly orthogonal, such as ("value", "output"); two products of a matrix
         with itself a step, in full precision. None by default, as in the paper.
@@ -73,6 +74,7 @@ class OptimizerConfig:
     clip: float | None = 0.1
     keep_orthogonal: tuple[str, ...] = ()
     gain_rate: float | None = None
+    newton_schulz: Literal["direct", "gram"] = "direct"
 
     def __post_init__(self):
         for name in ("betas", "soap_betas"):

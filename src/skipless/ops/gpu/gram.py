@@ -1,4 +1,4 @@
-"""α·A·Aᵀ + β·A of each matrix in a batch by its tiles on and below the diagonal: one GPU kernel."""
+"""α·A·Aᵀ + β·A, or α·A·B + β·A, of each matrix in a batch by its tiles on and below the diagonal: one GPU kernel."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +45,10 @@ def rows_of(a, matrix, row, column, ACROSS: tl.constexpr, BLOCK: tl.constexpr, D
 
 @triton.jit
 def triangle(
-    a, term, out, columns, alpha, beta,
+    a, b, term, out, columns, alpha, beta,
     ADD: tl.constexpr, ACROSS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of α·A·Aᵀ (+ β·term), and its mirror image. Neighbours in a row of tiles run together, and share it.
+    """One tile of α·A·Bᵀ (+ β·term), and its mirror image. Neighbours in a row of tiles run together, and share it.
 
     A tile on the diagonal is mirrored within itself: the result is symmetric in whatever order products are summed.
     """
@@ -58,7 +58,7 @@ def triangle(
     acc = tl.zeros((BLOCK, BLOCK), tl.float32)
     for k in tl.range(0, columns, DEPTH):
         left = rows_of(a, matrix, row, k, ACROSS, BLOCK, DEPTH)
-        right = rows_of(a, matrix, column, k, ACROSS, BLOCK, DEPTH)
+        right = rows_of(b, matrix, column, k, ACROSS, BLOCK, DEPTH)
         acc = tl.dot(left, tl.trans(right), acc)
     acc *= alpha
     if ADD:
@@ -73,21 +73,28 @@ def triangle(
         out.store([matrix, column, row], tl.trans(tile).reshape(1, BLOCK, BLOCK))
 
 
-def product(a: Tensor, alpha: float, beta: float = 0.0, launch: Launch | None = None) -> Tensor:
-    """α·A·Aᵀ + β·A (n, rows, rows), symmetric to the bit; A is (n, rows, cols), and symmetric itself where β ≠ 0."""
+def product(
+    a: Tensor, alpha: float, beta: float = 0.0, other: Tensor | None = None, launch: Launch | None = None
+) -> Tensor:
+    """α·A·Aᵀ + β·A (n, rows, rows), symmetric to the bit; A is (n, rows, cols), and symmetric itself where β ≠ 0.
+
+    other: B, for α·A·B + β·A. A and B are symmetric and commute, so that A·B is symmetric too; where rounding made it a
+    little less so, the part below the diagonal counts.
+    """
     launch = launch or LAUNCH
     kernel: Any = triangle  # the decorated function takes more than its signature says
     count, rows, columns = a.shape
-    across = a.mT.is_contiguous() and not a.is_contiguous()
+    across = other is None and a.mT.is_contiguous() and not a.is_contiguous()
     source = a.mT if across else a.contiguous()
     out = a.new_empty(count, rows, rows)
     square, slab = [launch.block, launch.block], [launch.block, launch.depth]
-    target = _descriptor(out, square)
+    target, left = _descriptor(out, square), _descriptor(source, slab[::-1] if across else slab)
+    right = left if other is None else _descriptor(other.contiguous(), slab)
     tiles = -(-rows // launch.block)
     with torch.cuda.device_of(a):
         kernel[tiles * (tiles + 1) // 2, count](
-            _descriptor(source, slab[::-1] if across else slab), _descriptor(source, square) if beta else target,
-            target, columns, alpha, beta, ADD=beta != 0.0, ACROSS=across, BLOCK=launch.block, DEPTH=launch.depth,
+            left, right, _descriptor(source, square) if beta else target, target, columns, alpha, beta,
+            ADD=beta != 0.0, ACROSS=across, BLOCK=launch.block, DEPTH=launch.depth,
             num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
     return out

@@ -111,7 +111,13 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
 
 def _for_matrices(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     if config.name == "muon":
-        return Muon(groups, momentum=config.momentum, nesterov=config.nesterov, steps=config.newton_schulz_steps)
+        return Muon(
+            groups,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            steps=config.newton_schulz_steps,
+            newton_schulz=config.newton_schulz,
+        )
     return SOAP(
         groups,
         betas=config.soap_betas,
