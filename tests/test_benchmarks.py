@@ -8,7 +8,7 @@ import pytest
 from tests.processes import Program
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-SCRIPTS = ("step", "growth", "decode_fold")
+SCRIPTS = ("step", "growth", "decode_fold", "newton_schulz")
 
 
 RUN = """
@@ -103,6 +103,14 @@ def test_decoding_compares_logits_before_it_prints_a_speed(tmp_path):
     assert lines[1].startswith("max |Δlogits| to float32")
     assert [line.split()[0] for line in lines[-3:]] == ["unfolded", "folded", "pre-ln"]
     assert set(rows(out)[0]["ms"]) == {"unfolded", "folded", "pre-ln"}
+
+
+def test_newton_schulz_is_checked_before_it_is_timed(tmp_path):
+    out = tmp_path / "newton-schulz.jsonl"
+    run("newton_schulz", "--device", "cpu", "--sizes", "2x64x256", "1x32x32", "--out", out)
+    _, *found = rows(out)
+    assert [row["way"] for row in found] == ["direct", "gram", "direct, whole", "gram, whole"] * 2
+    assert [row["of_direct_error"] < 1.0 for row in found] == [False, True, False, True] + [False] * 4
 
 
 def test_a_profile_names_operators_and_their_sum():
