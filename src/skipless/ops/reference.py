@@ -59,7 +59,7 @@ def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:
     The T_q×T_k bias is formed in float32 (float64 for float64 q). Half-precision q, k and v are cast up, since torch
     wants the bias in their dtype and bfloat16 moves B by up to 6e-2 (float32: 1e-6). Plain attention over whole
     sequences has no bias, and runs as torch runs it.
-    For float32 on a GPU torch's fused kernels are left out: their error is more than twice that of plain arithmetic.
+    With a bias `backends_with_bias` says which of torch's kernels may run.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     scale, grouped = inputs.scale, inputs.groups > 1
@@ -72,9 +72,25 @@ def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:
     mask = term.masked_fill(~visible, -torch.inf).masked_fill(~seen, 0.0)
     mask = mask.expand(q.shape[0], -1, -1, -1).expand(-1, q.shape[1], -1, -1)
     q, k, v = (t.to(inputs.compute_dtype) for t in (q, k, v))
-    with sdpa_kernel(SDPBackend.MATH) if _fused_is_rough(inputs) else nullcontext():
+    allowed = backends_with_bias(inputs.q)
+    with nullcontext() if allowed is None else sdpa_kernel(allowed):
         values = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return (values * (row_scale * seen)).to(inputs.q.dtype)
+
+
+def backends_with_bias(q: Tensor) -> list[SDPBackend] | None:
+    """Those of torch's kernels that may add a bias to the scores of q; None on a CPU, where torch chooses.
+
+    Never cuDNN's. It reads a float32 bias as if it were q's half precision, and gives wrong numbers (pytorch#191612);
+    and from torch 2.11 on its dq is NaN where T % 128 = 64 and a row's log-sum-exp is below −88 (pytorch#196678).
+    attend_by_sdpa casts half precision up, which cuDNN does not take: this holds whatever is cast.
+    For float32 plain arithmetic alone: the error of the fused kernels is more than twice as large.
+    """
+    if not q.is_cuda:
+        return None
+    if q.dtype == torch.float32:
+        return [SDPBackend.MATH]
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def needs_no_bias(inputs: AttentionInputs) -> bool:
