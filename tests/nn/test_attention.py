@@ -1,5 +1,8 @@
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from skipless.nn.attention import AttentionOptions, ShapedAttention
 from skipless.ops import gpu
@@ -108,3 +111,38 @@ def test_all_blocks_store_vectors_of_one_size():
 def test_heads_must_divide_width():
     with pytest.raises(ValueError, match="width=30, heads=4"):
         ShapedAttention(30, 4, StandardAttention().shapes(1)[0])
+
+
+def kept(module, x):
+    """Shapes of what a compiled pass keeps for its backward pass beside its inputs, its output, and its gradient."""
+    found = []
+
+    def forward(graph, _):
+        (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        found.extend(tuple(node.meta["val"].shape) for node in results[1:] if node.op != "placeholder")
+        return make_boxed_func(graph.forward)
+
+    def backward(graph, _):
+        return make_boxed_func(graph.forward)
+
+    parts = min_cut_rematerialization_partition  # what torch's own compiler uses
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=parts)
+    module.bias(T, x.device, x.dtype)
+    out = torch.compile(module, backend=backend, fullgraph=True)(x)
+    out.sum().backward()
+    return found, out.detach(), [parameter.grad for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(("kv_heads", "rows"), [(None, 3 * WIDTH), (2, 2 * WIDTH)])
+def test_sharded_matrices_are_not_kept_whole_for_the_backward_pass(kv_heads, rows):
+    """Put together they would be: 6·d² bytes in every block of what FSDP2 shards."""
+    x = torch.randn(2, T, WIDTH, dtype=torch.float64, requires_grad=True)
+    whole = {(rows, WIDTH), (WIDTH, rows)}
+    results = {}
+    for sharded in (False, True):
+        torch._dynamo.reset()
+        module = build(SPA[1], "normal", kv_heads=kv_heads)
+        module.sharded = sharded
+        shapes, *results[sharded] = kept(module, x)
+        assert bool(whole & set(shapes)) != sharded
+    torch.testing.assert_close(results[True], results[False], rtol=1e-12, atol=1e-12)

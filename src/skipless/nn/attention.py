@@ -76,6 +76,7 @@ class ShapedAttention(nn.Module):
         relative = self.options.position == "relative"
         self.relative = RelativePosition(width, heads, self.head_width) if relative else None
         self.qkv_weight: nn.Parameter | None = None
+        self.sharded = False  # True where the matrices are whole only while they are used, as under FSDP2
         self._bias: BiasVectors | None = None
 
     def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
@@ -183,7 +184,7 @@ class ShapedAttention(nn.Module):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values by head; and the product that they are slices of, if attention alone reads it."""
         layers = self.qkv_layers()
-        qkv = project_jointly(x, layers, self.qkv_weight)
+        qkv = project_jointly(x, layers, self.qkv_weight, sharded=self.sharded)
         if qkv is None:
             q, k, v = project(x, self.query, self.key, self.value)
         else:

@@ -33,15 +33,20 @@ def project(x: Tensor, *layers: nn.Module) -> list[Tensor]:
     return [next(products) if is_plain else layer(x) for layer, is_plain in zip(layers, plain, strict=True)]
 
 
-def project_jointly(x: Tensor, layers: Sequence[nn.Linear], weight: Tensor | None = None) -> Tensor | None:
+def project_jointly(
+    x: Tensor, layers: Sequence[nn.Linear], weight: Tensor | None = None, *, sharded: bool = False
+) -> Tensor | None:
     """x times all matrices as one product, in compiled training, where putting them together costs nothing; else None.
 
     weight: the matrices one below the other, where they are stored so. None also where a layer has hooks.
+    sharded: their products are put together, not they: the backward pass would keep what was put together, whole.
     """
     if not layers or any(has_hooks(layer) for layer in layers):
         return None
     if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return None
+    if sharded:
+        return torch.cat([nn.functional.linear(x, layer.weight) for layer in layers], dim=-1)
     return nn.functional.linear(x, torch.cat([layer.weight for layer in layers]) if weight is None else weight)
 
 

@@ -148,6 +148,7 @@ def distribute(model: Transformer, world: World, strategy: Strategy, half: torch
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
         mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.size,))
         for block in model.each_block():
+            block.layers()[0].sharded = True
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
