@@ -132,7 +132,7 @@ def test_tables_and_data_that_do_not_go_together(tmp_path: Path, monkeypatch) ->
     monkeypatch.chdir(tmp_path)
     prepare_images(striped(tmp_path / "pictures", train=2, test=2), tmp_path / "data")
     for words, said in {
-        ("vision",): "it needs images: --data FOLDER, made by `skipless prepare SOURCE --images`",
+        ("vision",): "scale 'tiny' needs images: --data FOLDER, made by `skipless prepare SOURCE --images`",
         ("vision", "--scale", "medium", "--data", "data"): "at which vision is not run; use one of tiny, small",
         ("baselines", "--data", "data"): "baselines is left out: it needs text: --data FOLDER",
     }.items():

@@ -102,11 +102,11 @@ def command(
     download: Download = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Evaluate a trained model on text and on zero-shot tasks; one of images on held-out images.
+    """Evaluate a trained model on text and on zero-shot tasks.
 
     With neither --corpus nor --tasks: on the validation text of the data the run was trained on. --quantise rounds to
-    nearest, and then computes in fp32 unless --precision names another. A network of images takes --corpus, another
-    folder of prepared images, --device and --precision.
+    nearest, and then computes in fp32 unless --precision names another. A network of images is evaluated on held-out
+    ones; of the options it takes --corpus, another folder of prepared images, --device and --precision.
     """
     if (experiment := image_run(model)) is not None:
         given: dict[str, Any] = {"--tasks": tasks, "--stride": stride, "--max-tokens": max_tokens, "--length": length}

@@ -150,12 +150,12 @@ def _settings(request: Request, tables: Sequence[PaperTable], folder: ResultsFol
 def _why_not(table: PaperTable, scale: str) -> str:
     if scale not in table.scales:
         return f"it is not run at scale {scale!r}, but at {', '.join(table.scales)}"
-    return _needs(table.on_images)
+    return f"it {_needs(table.on_images)}"
 
 
 def _needs(images: bool) -> str:
     how = "`skipless prepare SOURCE --images`" if images else "`skipless prepare`, or text files"
-    return f"it needs {'images' if images else 'text'}: --data FOLDER, made by {how}"
+    return f"needs {'images' if images else 'text'}: --data FOLDER, made by {how}"
 
 
 def _logged(folder: ResultsFolder, images: bool) -> Facts | None:
@@ -177,7 +177,7 @@ def find_data(data: str | None, scale: str, only_images: bool = False) -> Facts:
     from skipless.paper.recipes import prepared
 
     if data is None and (scale != "tiny" or only_images):
-        raise ValueError(f"scale {scale!r}: {_needs(only_images)}")
+        raise ValueError(f"scale {scale!r} {_needs(only_images)}")
     if data is not None and holds_images(data):
         return ImageSet.read(data)
     if data is not None and (Path(data) / MANIFEST).is_file():
