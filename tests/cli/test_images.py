@@ -50,7 +50,11 @@ def test_from_pictures_to_a_trained_network(here: Path, one_thread) -> None:
     assert judged.stdout.splitlines()[-1].startswith("data/pictures-images: validation loss ")
     accuracy = json.loads((here / "run" / "finished.json").read_text())["valid"]["accuracy"]
     assert f"accuracy {accuracy:.2%} of 8 images" in judged.stdout
-    for command in (["generate", "run", "--prompt", "x"], ["export", "run"], ["inspect", "run"]):
+    for more in ([], ["--corpus", "data/pictures-images"]):
+        looked = skipless("inspect", "run", *more)
+        assert looked.exit_code == 0, looked.output
+        assert "all 2 blocks" in " ".join(looked.output.split())
+    for command in (["generate", "run", "--prompt", "x"], ["export", "run"]):
         refused = skipless(*command)
         assert isinstance(refused.exception, ValueError), command
         assert "run holds a network of images, and this is for text" in str(refused.exception)
@@ -62,3 +66,15 @@ def test_the_list_has_the_family_and_its_table(here: Path) -> None:
     assert "vit/mirrored-u-spa" in skipless("train", "--list").stdout.splitlines()
     line = next(line for line in skipless("reproduce", "--list").stdout.splitlines() if line.startswith("vision"))
     assert "49" in line
+
+
+def test_theory_and_inspection_of_the_family(here: Path) -> None:
+    certified = skipless("kernels", "vit/mirrored", "--no-figure")
+    assert certified.exit_code == 0, certified.output
+    assert "survives all 12 blocks" in certified.output
+    looked = skipless("inspect", "vit/mirrored", "--depth", "3", "--width", "64")
+    assert looked.exit_code == 0, looked.output
+    assert "theory" in looked.output
+    for option in (["--length", "16"], ["--text", str(here / "pictures" / "train" / "along" / "000.png")]):
+        refused = skipless("inspect", "vit/mirrored", *option)
+        assert "is a network of images, which have one size" in str(refused.exception)

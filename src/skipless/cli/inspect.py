@@ -23,13 +23,15 @@ from skipless.console import (
     print_text,
     write_output,
 )
+from skipless.data.image_store import ImageStore
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import open_corpus
 from skipless.files import DATA_MARK
 from skipless.inspection.inspection import Inspection
 from skipless.inspection.load import FAMILIES, build_family, open_pretrained, pretrained_tokenizer
 from skipless.model import presets
-from skipless.training.load import find_tokenizer, load_model
+from skipless.model.config import Images
+from skipless.training.load import find_tokenizer, image_run, load, load_model
 from skipless.training.run import EXPERIMENT
 
 if TYPE_CHECKING:
@@ -178,6 +180,8 @@ class InspectArguments:
             check_fits(4 * config.matrix_parameters, self.model, _SMALLER)
             check_fits(8 * self.rows * (self.length or _LENGTH) * config.width, f"--batch {self.rows}", _FEWER)
             return skipless.Transformer(config).eval(), None
+        if image_run(folder) is not None:
+            return load(folder), None
         if (folder / EXPERIMENT).is_file():
             loaded = load_model(folder, None if wanted else "bytes")
             return loaded.model, loaded.tokenizer.encode if wanted else None
@@ -193,11 +197,13 @@ class InspectArguments:
         return model, lambda text: tokenizer.encode(text, add_special_tokens=False)
 
     def batch(self, model: "nn.Module", encode: Encode | None) -> "Tensor":
-        """Tokens of a text or random ones, (rows, length); images of noise for models that read images."""
+        """Tokens of a text or random ones, (rows, length); noise for models that read images, or prepared ones."""
         import torch
 
         config: Any = getattr(model, "config", None)
         generator = torch.Generator().manual_seed(self.seed)
+        if isinstance(model, skipless.Transformer) and model.config.images is not None:
+            return self._images(model.config.images, generator)
         if getattr(config, "image_size", None) is not None:
             if self.reads:
                 raise ValueError("a text is given, but the model reads images; leave --text and --corpus out")
@@ -223,6 +229,26 @@ class InspectArguments:
             return torch.randint(0, vocabulary, (self.rows, length), generator=generator)
         pieces = self._pieces(self._encoder(encode, vocabulary), self.rows * length, vocabulary)
         return torch.from_numpy(rows_of(pieces, (self.rows, length), vocabulary, str(self.text or self.corpus)))
+
+    def _images(self, images: Images, generator: Any) -> "Tensor":
+        """Those of a folder of prepared images, or noise with the mean and deviation of the network's own."""
+        import torch
+
+        from skipless.data.image_loader import ImageLoader
+
+        if self.text is not None or self.length is not None:
+            raise ValueError(f"{self.model} is a network of images, which have one size: leave --text and --length out")
+        shape = (self.rows, images.channels, images.side, images.side)
+        if self.corpus is None:
+            mean, std = (torch.tensor(each)[:, None, None] for each in (images.mean, images.std))
+            return mean + std * torch.randn(shape, generator=generator)
+        store = ImageStore(self.corpus)
+        if (len(store) < self.rows) or store.shape != shape[1:]:
+            raise ValueError(
+                f"{self.corpus} has {len(store):,} images of {store.shape}, and {self.model} takes {shape[1:]}; give "
+                f"such images, and --batch {len(store)} at most"
+            )
+        return ImageLoader(store, self.rows, self.seed).batch(0).inputs
 
     def _encoder(self, own: Encode | None, vocabulary: int) -> Encode:
         """The tokenizer that was named, or the model's own; models without one read bytes."""

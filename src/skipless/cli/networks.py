@@ -167,6 +167,8 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, options: Kern
         changes["activation"] = options.activation
     if options.mirrored:
         changes = {"mlp_init": "mirrored", "activation": None} | changes
+    if name.startswith("vit/"):
+        changes["images"] = None  # theory knows locations, not what they are of
     if name not in schemes():
         return presets.preset(name, **changes)
     bare: dict[str, Any] = {"depth": studies.DEPTH, "position": "none", "activation": "identity"}

@@ -196,7 +196,8 @@ def _vit_presets() -> dict[str, Callable[..., ModelConfig]]:
     def builder(fields: dict[str, Any]) -> Callable[..., ModelConfig]:
         def build(**changes) -> ModelConfig:
             chosen = {**base, **fields, **changes}
-            return ModelConfig(**{"length": chosen["images"].length, **chosen})
+            seen = chosen["images"]
+            return ModelConfig(**({} if seen is None else {"length": seen.length}) | chosen)
 
         return build
 

@@ -266,6 +266,10 @@ def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, config: M
             )
     if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
         raise ValueError(f"inputs_embeds are shaped {tuple(inputs_embeds.shape)}; they must be (batch, T, {width})")
+    if inputs_embeds is not None and config.images is not None and inputs_embeds.shape[1] != config.length:
+        raise ValueError(
+            f"inputs_embeds have {inputs_embeds.shape[1]} locations, and an image of this network {config.length}"
+        )
 
 
 def _check_past(caches: Sequence[LayerCache], past: int) -> None:
