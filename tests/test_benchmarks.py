@@ -113,6 +113,17 @@ def test_newton_schulz_is_checked_before_it_is_timed(tmp_path):
     assert [row["of_direct_error"] < 1.0 for row in found] == [False, True, False, True] + [False] * 4
 
 
+def test_the_hosts_time_is_that_of_four_operators(tmp_path):
+    pytest.importorskip("triton")
+    out = tmp_path / "host.jsonl"
+    run("host", "--calls", 1, "--out", out)
+    _, *found, total = rows(out)
+    assert [row["operator"] for row in found] == [
+        "attention", "attention, backward", "activation", "activation, backward",
+    ]  # fmt: skip
+    assert total["block_microseconds"] == pytest.approx(sum(row["microseconds"] for row in found))
+
+
 def test_a_profile_names_operators_and_their_sum():
     lines = run("step", "--device", "cpu", "--shapes", "tiny", "--arms", "e-spa", "--profile").splitlines()
     shares = [float(line.split("%")[0]) for line in lines if "%" in line]

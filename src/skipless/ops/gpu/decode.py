@@ -164,8 +164,8 @@ def shaped_decoding(
     number, each = shares_of(length, heads, batch)
     alone, sizes = number == 1, (batch, heads, number, rows)
     shares = tuple(q.new_empty(size, dtype=torch.float32) for size in ((*sizes, width), sizes, sizes) if not alone)
-    bias, layout, q_length, k_length, count, scale = inputs.common()
-    constants: dict = {n: x for n, x in inputs.constants().items() if n not in ("RELATIVE", "RANGE")}
+    bias, layout, q_length, k_length, count, scale = inputs.common
+    constants: dict = {n: x for n, x in inputs.constants.items() if n not in ("RELATIVE", "RANGE")}
     constants |= {"ROWS": rows, "ALONE": alone}
     joining: dict = {n: x for n, x in constants.items() if n not in ("CAUSAL", "ROW", "PRECISION", "ALONE")}
     with torch.cuda.device_of(q):

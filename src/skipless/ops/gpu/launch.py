@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Sizes:
     saved: Launch
 
 
+@cache
 def sizes(head_width: int, dtype: torch.dtype) -> Sizes:
     """The tiles for a head width, by benchmarks/tune_attention.py."""
     if dtype == torch.float32:
@@ -83,21 +85,24 @@ class KernelInputs:
         """Those that share some key heads."""
         return slice(heads.start * self.groups, heads.stop * self.groups)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Query heads per key head."""
         return self.q.shape[1] // self.k.shape[1]
 
+    @cached_property
     def common(self) -> tuple:
         """(bias, layout, T_q, T_k, entries of a vector, scale·log₂e) in the kernels' order.
 
         Kernels that need no row term, gain or layout are given tensors that they do not read.
         """
         bias, column = self.bias, self.bias.column
-        bias = bias._replace(**{name: column for name in ("row", "gain") if getattr(bias, name) is None})
+        row, gain = (column if one is None else one for one in (bias.row, bias.gain))
+        bias = KernelBias(bias.slope, column, bias.diagonal, bias.row_scale, row, gain)
         scale = self.q.shape[3] ** -0.5 * LOG2E.value
         return bias, self.layout or _unread(column), self.q.shape[2], self.k.shape[2], column.shape[0], scale
 
+    @cached_property
     def constants(self) -> dict:
         """What the kernels are compiled for."""
         half = self.q.dtype != torch.float32
@@ -134,12 +139,12 @@ def _unread(tensor: Tensor) -> KernelLayout:
 
 def run_forward(inputs: KernelInputs, out: Tensor, lse: Tensor, launch: Launch) -> None:
     """Fill out and lse."""
-    bias, layout, *rest = inputs.common()
+    bias, layout, *rest = inputs.common
     q, k, v = inputs.q, inputs.k, inputs.v
     grid, order = _programs(q, launch.queries, k)
     attention.forward[grid](
         q, out, strides_of(q, out), _descriptor(k, launch.keys), _descriptor(v, launch.keys), lse, bias, layout, *rest,
-        **order, **inputs.constants(), **_options(launch),
+        **order, **inputs.constants, **_options(launch),
     )  # fmt: skip
 
 
@@ -162,6 +167,10 @@ def run_backward(
     run_row_products(inputs, out, dout, sums[1], size.saved)
     scores = _scores(inputs, rows, heads)
     (batch, kv_heads), (dq, dk, dv) = inputs.k.shape[:2], gradients
+    if (rows, heads) == (batch, kv_heads):  # all at once, without slices of everything, which take the host's time
+        run_key_side(inputs, dout, sums, (dk, dv), by_gain, size.key_side, angles, scores)
+        run_query_side_from_saved(inputs, scores, dq, size.saved, angles)
+        return
     starts = itertools.product(range(0, batch, rows), range(0, kv_heads, heads))
     for some, keys in ((slice(row, row + rows), slice(head, head + heads)) for row, head in starts):
         queries, part = inputs.query_heads(keys), inputs.part(some, keys)
@@ -204,7 +213,7 @@ def _padded(length: int) -> int:
 def run_row_products(inputs: KernelInputs, out: Tensor, dout: Tensor, delta: Tensor, launch: Launch) -> None:
     """Fill δ."""
     batch, heads, length, width = inputs.q.shape
-    row_scale, past, layout = inputs.bias.row_scale, inputs.k.shape[2] - length, inputs.common()[1]
+    row_scale, past, layout = inputs.bias.row_scale, inputs.k.shape[2] - length, inputs.common[1]
     constants: dict = {"LAYOUT": inputs.layout is not None, "WIDTH": width, "BLOCK_M": launch.queries}
     constants["num_warps"] = launch.warps
     attention.row_products[_tiles(length, launch.queries), heads, batch](
@@ -221,14 +230,14 @@ def run_key_side(
 
     by_gain: what `gain_gradient` sums, to be filled too where B has a gain.
     """
-    bias, layout, *rest = inputs.common()
+    bias, layout, *rest = inputs.common
     q, k, v = inputs.q, inputs.k, inputs.v
     saved = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
     grid, order = _programs(k, launch.keys, q)
     attention.key_side[grid](
         k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), saved,
         sums, gradients, by_gain, bias, layout, *rest, **order, **_rotary(angles, sums), **_saving(scores),
-        **inputs.constants(), **_options(launch),
+        **inputs.constants, **_options(launch),
     )  # fmt: skip
 
 
@@ -242,12 +251,12 @@ def run_query_side(
     angles: Angles | None = None,
 ) -> None:
     """Fill dq and δ, from lse; dq by q before its rotation where there are angles."""
-    bias, layout, *rest = inputs.common()
+    bias, layout, *rest = inputs.common
     q, k, v = inputs.q, inputs.k, inputs.v
     grid, order = _programs(q, launch.queries, k)
     attention.query_side[grid](
         q, out, dout, dq, strides_of(q, out, dout, dq), _descriptor(k, launch.keys), _descriptor(v, launch.keys),
-        sums, bias, layout, *rest, **order, **_rotary(angles, sums), **inputs.constants(), **_options(launch),
+        sums, bias, layout, *rest, **order, **_rotary(angles, sums), **inputs.constants, **_options(launch),
     )  # fmt: skip
 
 
@@ -256,10 +265,10 @@ def run_query_side_from_saved(
 ) -> None:
     """Fill dq from the gradients of scores that the key side has saved."""
     q, k, wanted = inputs.q, inputs.k, ("GROUPS", "CAUSAL", "LAYOUT", "WIDTH", "RANGE")
-    constants = {name: value for name, value in inputs.constants().items() if name in wanted}
+    constants = {name: value for name, value in inputs.constants.items() if name in wanted}
     grid, order = _programs(q, launch.queries, k)
     attention.query_side_from_saved[grid](
-        dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), inputs.common()[1],
+        dq, strides_of(dq)[0], _tile_of_scores(scores, launch), _descriptor(k, launch.keys), inputs.common[1],
         q.shape[2], k.shape[2], q.shape[3] ** -0.5, **order, **_rotary(angles, (dq, dq)), **constants,
         **_options(launch),
     )  # fmt: skip
@@ -314,12 +323,12 @@ def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
 
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy that the copy engine can read: features side by side, rows at multiples of 16 bytes."""
-    size = tensor.element_size()
-    strides = [s for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if n > 1]
-    whole = all(s and s * size % _ALIGNMENT == 0 for s in strides) and tensor.stride(3) == 1
-    return (
-        tensor if whole and tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)
-    )
+    *strides, features = tensor.stride()
+    entries = _ALIGNMENT // tensor.element_size()
+    whole = features == 1 and tensor.data_ptr() % _ALIGNMENT == 0
+    for length, stride in zip(tensor.shape, strides, strict=False):
+        whole = whole and (length == 1 or (stride > 0 and stride % entries == 0))
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -61,8 +61,9 @@ def _run_rotate(qkv: Tensor, angles: Angles, rotated: Tensor) -> None:
 
 
 def _by_head(product: Tensor, width: int, *heads: int) -> tuple[Tensor, ...]:
-    """The slices of (batch, T, heads·width) as (batch, heads, T, width), where they lie."""
-    return tuple(part.transpose(1, 2) for part in product.unflatten(-1, (-1, width)).split(heads, dim=2))
+    """The slices of (batch, T, heads·width), contiguous, as (batch, heads, T, width), where they lie."""
+    batch, length, features = product.shape
+    return product.view(batch, length, features // width, width).transpose(1, 2).split_with_sizes(heads, 1)
 
 
 def _angles(cos: Tensor, sin: Tensor) -> Angles:
@@ -85,9 +86,9 @@ def _inputs(
 ) -> KernelInputs:  # fmt: skip
     """The problem with queries and keys from `rotated`, and values where the product put them, or from `values`."""
     width = rotated.shape[3]
-    q, k = _by_head(rotated.flatten(2), width, heads, kv_heads)
+    q, k = rotated.transpose(1, 2).split_with_sizes((heads, kv_heads), 1)  # aligned, as new memory is
     v = _by_head(qkv, width, heads + kv_heads, kv_heads)[1] if values is None else values
-    return KernelInputs(aligned(q), aligned(k), aligned(v), bias, layout_of(layout), causal)
+    return KernelInputs(q, k, aligned(v), bias, layout_of(layout), causal)
 
 
 def _empty_gradients(qkv: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
