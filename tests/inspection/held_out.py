@@ -145,7 +145,7 @@ ARCHITECTURES: dict[str, Callable[[Size], Case]] = {
 }
 
 
-class _Attending(TorchFunctionMode):
+class Attending(TorchFunctionMode):
     """While open, torch's attention is done by `change(attend, q, k, v, seen, scale)` where queries see their own row;
     seen is what each may see, or None for everything."""
 
@@ -180,7 +180,7 @@ def attention(
         forward = block.forward
 
         def changed(*args, **kwargs):
-            with _Attending(change):
+            with Attending(change):
                 return forward(*args, **kwargs)
 
         block.forward = changed

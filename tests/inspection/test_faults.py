@@ -9,8 +9,9 @@ from zlib import crc32
 import pytest
 import torch
 import transformers
-from tests.inspection import held_out
+from tests.inspection import catalogue, held_out, mistakes
 from tests.inspection.catalogue import ARCHITECTURES, FAULTS, Size, build
+from tests.inspection.outcomes import SETS, outcome, said, set_of
 
 from skipless.inspection.inspect import inspect
 from skipless.inspection.inspection import Inspection
@@ -51,7 +52,6 @@ BEYOND: dict[tuple, str] = {
     },
     ("norm without epsilon", "modernbert", 1): "its first block has no norm before its attention",
 }
-ALL_FAULTS = {**FAULTS, **held_out.FAULTS}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,50 +62,28 @@ def _quiet():
     transformers.logging.set_verbosity(level)
 
 
-def said(found: Inspection) -> str:
-    return " ".join([found.verdict.text, found.advice, *found.notes])
-
-
-def architectures(fault: str) -> dict:
-    return held_out.ARCHITECTURES if fault in held_out.FAULTS else ARCHITECTURES
-
-
-def outcome(fault: str, architecture: str, place: int) -> tuple[bool, bool, bool] | None:
-    """Whether a fault in the first (0), a middle (1) or the last block (2) is found, with its block, with its cause."""
-    case, planted = build(architectures(fault)[architecture], Size(seed=place)), ALL_FAULTS[fault]
-    stack = case.stacks[crc32(f"{architecture}{fault}{place}".encode()) % len(case.stacks)]
-    blocks = case.blocks(stack)
-    at = planted.fixed if planted.fixed is not None else (0, len(blocks) // 2, len(blocks) - 1)[place]
-    words = planted.plant(case, stack, at)
-    if words is None or {(fault,), (fault, architecture), (fault, architecture, at + 1)} & BEYOND.keys():
-        return None
-    found = inspect(case.model, case.batch, keep_kernels=False)
-    noted = [note for note in found.notes if planted.noted and any(word in note for word in words)]
-    lost, name = found.verdict.lost or bool(noted), blocks[at][0]
-    where = found.blocks[found.verdict.block or 0].name
-    named = where == name or any(name in note for note in noted)
-    return lost, lost and (planted.whole or named), lost and any(word in said(found) for word in words)
-
-
 def test_the_catalogue_is_as_large_as_it_is_said_to_be():
     assert len(FAULTS) >= 40
     assert len(ARCHITECTURES) >= 12
     assert len(held_out.FAULTS) >= 10
-    assert not held_out.ARCHITECTURES.keys() & ARCHITECTURES.keys()
+    assert len(mistakes.FAULTS) >= 15
+    for part in ("ARCHITECTURES", "FAULTS"):
+        names = [name for known in SETS.values() for name in getattr(known, part)]
+        assert len(names) == len(set(names))
 
 
 @pytest.mark.catalogue(30)
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("fault", ALL_FAULTS)
+@pytest.mark.parametrize("fault", [fault for known in (catalogue, held_out) for fault in known.FAULTS])
 def test_a_fault_is_named_with_its_block_and_its_cause(fault, place, full):
     """In every architecture with --full, in a few otherwise. Of a fault, one architecture in twelve may be missed."""
-    chosen = [*architectures(fault)][0 if full else crc32(fault.encode()) % 4 :: 1 if full else 6]
-    outcomes = {name: outcome(fault, name, place) for name in chosen}
+    chosen = [*set_of(fault).ARCHITECTURES][0 if full else crc32(fault.encode()) % 4 :: 1 if full else 6]
+    outcomes = {name: outcome(fault, name, place, BEYOND) for name in chosen}
     tried = {name: result for name, result in outcomes.items() if result is not None}
     count = Counter[str]()
-    for found, block, cause in tried.values():
-        count += Counter(found=found, block=block, cause=cause)
-    missed = [f"{name}: {result}" for name, result in tried.items() if not all(result)]
+    for each in tried.values():
+        count += Counter(found=each.found, block=each.block, cause=each.cause)
+    missed = [f"{name}: {each}" for name, each in tried.items() if not (each.found and each.block and each.cause)]
     allowed = len(tried) // 12
     assert len(tried) - min(count["found"], count["block"], count["cause"], len(tried)) <= allowed, missed
 
