@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from skipless.inspection.diagnosis import Structure, diagnose
-from skipless.inspection.faults import Evidence
+from skipless.inspection.evidence import Evidence
 from skipless.inspection.gradients import gradients_held, weights_of
 from skipless.inspection.hooks import Recorder, uncompiled
 from skipless.inspection.inputs import DECODER_IDS, padding, rows_and_length
@@ -23,7 +23,7 @@ from skipless.inspection.statistics import InspectOptions
 
 
 @contextmanager
-def listening(model: nn.Module, recorder: Recorder) -> Generator[None]:
+def informed(model: nn.Module, recorder: Recorder) -> Generator[None]:
     """In here a recorder learns of the attention_mask and the ids of its first forward.
 
     Every module around the blocks is listened to, since a wrapper's own arguments may be anything.
@@ -116,7 +116,7 @@ class SignalCallback:
         self._recorders = [Recorder(stack, options, live=True) for stack in self.stacks]
         for recorder in self._recorders:
             self._open.enter_context(recorder)
-            self._open.enter_context(listening(self.model, recorder))
+            self._open.enter_context(informed(self.model, recorder))
 
     def finish(self, step: int) -> dict[str, float] | None:
         """After its backward, before gradients are cleared: take the hooks away, log, and return what was logged."""

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from torch import nn
 
-from skipless.inspection.faults import Evidence, at, first_fault
+from skipless.inspection.evidence import Evidence, at
+from skipless.inspection.faults import first_fault
 from skipless.inspection.inspection import BlockSignal
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
@@ -18,6 +20,7 @@ from skipless.theory.schemes import ExponentialSPA, UniformSPA
 _CARRIED = 0.1  # cosine of a location with itself one block earlier; about 0 without a shortcut, in any width
 _GONE = 0.25  # of the squared differences between locations, what is left where they have become alike
 _ROUNDED = 1e-3  # differences over norms that half precision rounds away
+_LARGE = 3.0  # by what matrices multiply what they read; 1 or 2 where they are drawn as usual
 _GAMMA = 0.005  # the paper's final decay rate without shortcuts
 
 
@@ -69,7 +72,20 @@ def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | 
     if fault is not None and (lost is None or lost.block is None or fault.block <= lost.block):
         return fault.verdict, fault.advice
     verdict = lost or _first(signals, structure, limits, (_gradients_lost,)) or _preserved(signals, structure, limits)
-    return verdict, advise(verdict, signals, structure) if verdict.kind != "preserved" else ""
+    if verdict.kind == "preserved":
+        return verdict, ""
+    return verdict, f"{advise(verdict, signals, structure)}{_drawn_large(evidence) if verdict.lost else ''}"
+
+
+def _drawn_large(evidence: Evidence) -> str:
+    """A sentence where most matrices multiply what they read by several times."""
+    gains = [w.size * w.reads**0.5 for block in evidence.weights for w in block.values() if w.matrix]
+    if not gains or not _LARGE < median(gains) < math.inf:
+        return ""
+    return (
+        f" Matrices are large: a typical one multiplies what it reads by {median(gains):.2g} (its entries' deviation "
+        "times √width). Draw them with a deviation of 1/√width, where that is 1."
+    )
 
 
 def _first(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds, rules: Sequence) -> Verdict | None:

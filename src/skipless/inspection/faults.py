@@ -1,15 +1,14 @@
 """Faults of single blocks: what sets one apart from its siblings, and the parameter that does it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median, median_low
+from statistics import median
 
-from skipless.inspection.gradients import Weight
+from skipless.inspection.evidence import CUTS, Evidence, Fault, at, blame, listed
 from skipless.inspection.inspection import BlockSignal
+from skipless.inspection.shortcuts import LEFT, cut_shortcut, no_shortcut, other_factor, other_gain
 from skipless.inspection.siblings import apart, odd_parameters, others_than
-from skipless.theory.certificate import Verdict, VerdictKind
+from skipless.theory.certificate import VerdictKind
 
 # Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
 # network brings a large embedding to unit norm.
@@ -23,49 +22,7 @@ _UNIFORM = 1e-9
 _SATURATED = 0.03  # spread of attention that chooses one key
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
-_WHOLE = 0.6  # `kept` where a shortcut is plainly there
-_LEFT, _KEPT = 0.25, 0.4  # `kept` of a block without its shortcut, and of its siblings
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The verdict on one block, and what to look at there."""
-
-    block: int
-    verdict: Verdict
-    advice: str
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What faults are read from: the signals of a stack, input first, and by block from 1 the parameters and the norms
-    of their matrices' gradients. leaks: what `probe` found, by kind. cousins: parameters of the network's other stacks,
-    which stand in for siblings where a stack has few."""
-
-    signals: Sequence[BlockSignal]
-    weights: Sequence[Mapping[str, Weight]] = ()
-    gradients: Sequence[Mapping[str, float]] = ()
-    leaks: Mapping[str, int] = field(default_factory=dict)
-    cousins: Sequence[Mapping[str, Weight]] = ()
-
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return len(self.signals) - 1
-
-    def numbers(self, value: Callable[[BlockSignal], float | None]) -> dict[int, float]:
-        """A number of every block that has it."""
-        found = {each.block: value(each) for each in self.signals[1:]}
-        return {block: number for block, number in found.items() if number is not None and math.isfinite(number)}
-
-    def name(self, block: int) -> str:
-        """The module's name."""
-        return self.signals[block].name
-
-
-def at(each: BlockSignal) -> str:
-    """The place of a signal in words."""
-    return "at the input, before any block" if each.block == 0 else f"at block {each.block} ({each.name})"
+_CHOOSING = 0.12  # spread below which attention of all blocks together is called saturated
 
 
 def first_fault(evidence: Evidence) -> Fault | None:
@@ -85,11 +42,7 @@ def first_fault(evidence: Evidence) -> Fault | None:
             found = rule(evidence, each)
             if found is not None:
                 return found
-    return _cut_shortcut(evidence) or _gradient_jump(evidence)
-
-
-def _fault(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault:
-    return Fault(each.block, Verdict(kind, each.block, text), advice)
+    return cut_shortcut(evidence) or _gradient_jump(evidence)
 
 
 def _not_finite(evidence: Evidence) -> Fault | None:
@@ -105,7 +58,7 @@ def _not_finite(evidence: Evidence) -> Fault | None:
                 look = (
                     f"Load or initialise {label} again; look for what wrote it: a step that diverged, a damaged file."
                 )
-                return _fault(each, "explosion", text, look)
+                return blame(each, "explosion", text, look)
     if spoiled is None or spoiled.block == 0:
         return None
     before = evidence.signals[spoiled.block - 1].norm_max
@@ -114,10 +67,7 @@ def _not_finite(evidence: Evidence) -> Fault | None:
         f"{large}Look in {spoiled.name} for a division by zero, a root or a logarithm of 0, a mask that hides every "
         "key of a location, and half precision. Its parameters are finite."
     )
-    return _fault(spoiled, "explosion", f"Activations are not finite {at(spoiled)}.", look)
-
-
-_CUTS = "detach(), .data, torch.no_grad(), numpy, argmax or round"
+    return blame(spoiled, "explosion", f"Activations are not finite {at(spoiled)}.", look)
 
 
 def _cut(evidence: Evidence) -> Fault | None:
@@ -125,7 +75,7 @@ def _cut(evidence: Evidence) -> Fault | None:
     for before, each in pairwise(evidence.signals):
         if each.attached is False:
             text = f"No gradient passes block {each.block} ({each.name}): what it gives is detached from the graph."
-            return _fault(each, "vanishing", text, f"Look in {each.name} for {_CUTS} on its way to the output.")
+            return blame(each, "vanishing", text, f"Look in {each.name} for {CUTS} on its way to the output.")
         arrived, back = each.gradient_mean, _handed_back(before, each)
         if arrived is None or not _UNDERFLOW < arrived < math.inf:
             continue
@@ -133,9 +83,9 @@ def _cut(evidence: Evidence) -> Fault | None:
             place = f"block {each.block} ({each.name})"
             text = f"Gradients are all zero before {place}: they reach it, and it hands none back."
             silent = _silent(evidence, each)
-            named = f" {_listed(silent)} get no gradient either." if silent else ""
-            look = f"Look in {each.name} for {_CUTS} on what it reads, or a factor of zero.{named}"
-            return _fault(each, "vanishing", text, look)
+            named = f" {listed(silent)} get no gradient either." if silent else ""
+            look = f"Look in {each.name} for {CUTS} on what it reads, or a factor of zero.{named}"
+            return blame(each, "vanishing", text, look)
     return None
 
 
@@ -153,21 +103,21 @@ def _gradient_jump(evidence: Evidence) -> Fault | None:
         through = f"on the way back through block {each.block} ({each.name})"
         if not math.isfinite(back):
             look = f"Look at the backward pass of {each.name}: a root or a norm of 0, a division, half precision."
-            return _fault(each, "explosion", f"Gradients are not finite {through}.", look)
+            return blame(each, "explosion", f"Gradients are not finite {through}.", look)
         ratio, most = back / arrived, _INPUT_GRADIENT_JUMP if before.block == 0 else _GRADIENT_JUMP
         if 1 / most < ratio < most or ratio == 0:
             continue
         kind, word = ("vanishing", "vanish") if ratio < 1 else ("explosion", "explode")
         text = f"Gradients {word} {through}: squared gradient norm {ratio:.2g} times what reaches it."
         look = f"Look at the backward pass of {each.name}: a factor, a hook, a custom function, a saturated activation."
-        return _fault(each, kind, text, look)
+        return blame(each, kind, text, look)
     return None
 
 
 def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
     before = evidence.signals[each.block - 1]
     if each.norm_mean == 0:
-        return _fault(
+        return blame(
             each,
             "vanishing",
             f"Activations are all zero {at(each)}.",
@@ -175,13 +125,13 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
         )
     if math.isnan(each.cosine_mean):
         text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
-        return _fault(each, "vanishing", text, f"Look for a mask that {each.name} multiplies its output by.")
+        return blame(each, "vanishing", text, f"Look for a mask that {each.name} multiplies its output by.")
     if each.norm_min == 0 < before.norm_min:
         text = f"Some locations are zero {at(each)}, though none was before it."
         look = (
             f"Look for a mask or an index in {each.name} that leaves locations out, and for experts that drop tokens."
         )
-        return _fault(each, "vanishing", text, look)
+        return blame(each, "vanishing", text, look)
     return None
 
 
@@ -193,7 +143,7 @@ def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
         follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
         text = f"{label} of block {each.block} ({each.name}) {why}.{follows}"
         look = f"Look at {each.name}.{label}: its initialisation, a mask, a weight that was not loaded or scaled twice."
-        return _fault(each, kind, text, look)
+        return blame(each, kind, text, look)
     return None
 
 
@@ -209,6 +159,38 @@ def _suspect(evidence: Evidence, each: BlockSignal) -> str:
     """A sentence that names the block's odd parameter, if it has one."""
     odd = next(odd_parameters(evidence.weights, evidence.cousins, each.block), None)
     return "" if odd is None else f" Its {odd[0]} {odd[1]}."
+
+
+def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """Parameters that nothing depends on, where the other blocks use theirs of that name."""
+    if not evidence.unused or not (each.gradient_mean or 0.0) > 0:
+        return None
+    others = [names for block, names in enumerate(evidence.unused, start=1) if block != each.block]
+    found = [n for n in evidence.unused[each.block - 1] if 2 * sum(n in names for names in others) < len(others)]
+    if not found:
+        return None
+    text = (
+        f"{listed(found)} of block {each.block} ({each.name}) get{'s' * (len(found) == 1)} no gradient at all: nothing "
+        f"that the block gives depends on {'it' if len(found) == 1 else 'them'}."
+    )
+    look = (
+        f"Look in {each.name} for a module that is made and not called, for one that is called in its place, and for "
+        f"what cuts a branch off: {CUTS}."
+    )
+    return blame(each, "vanishing", text, look)
+
+
+def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """An activation on the stream itself, where a branch was meant."""
+    before = evidence.signals[each.block - 1]
+    if each.least is None or before.least is None or not before.least < 0 <= each.least:
+        return None
+    text = (
+        f"No entry of what block {each.block} ({each.name}) gives is negative, though entries of what it reads are: an "
+        "activation lies on the stream itself."
+    )
+    look = f"Look in {each.name} for an activation behind the sum with the shortcut; it belongs inside a branch."
+    return blame(each, "fault", text, look)
 
 
 def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -230,10 +212,10 @@ def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
     text = f"The squared norm {word} at block {each.block} ({each.name}) by a factor of {mean:.2g}, in one block."
     why = "since its parameters are like its siblings'"
     look = f"Look at {each.name}: a factor on its output, {mean**0.5:.2g} or so, {why}."
-    if not (each.kept is None or each.kept > _LEFT or math.isnan(each.kept)):
+    if not (each.kept is None or each.kept > LEFT or math.isnan(each.kept)):
         factor = f"a factor on its output, {mean**0.5:.2g} or so"
         look = f"Look for the shortcut of {each.name}, which does not carry its input on, or for {factor}."
-    return _fault(each, kind, text, look)
+    return blame(each, kind, text, look)
 
 
 def in_one_channel(each: BlockSignal) -> bool:
@@ -246,20 +228,20 @@ def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if in_one_channel(each) and not in_one_channel(before) and each.cosine_mean > _ALIKE:
         text = f"One channel holds nearly all of the norm {at(each)}, so that all locations point the same way."
         look = f"Look at the largest entry of what {each.name} adds: a bias, a row of its last matrix, a norm's weight."
-        return _fault(each, "collapse", text, look)
+        return blame(each, "collapse", text, look)
     left, earlier = (signal.norm_mean * signal.collapse**2 for signal in (each, before))
     if each.cosine_mean > _ALIKE and before.cosine_mean < _APART and left < 0.1 * earlier:
         jump = f"the mean cosine between locations jumps to {each.cosine_mean:.4f}"
         text = f"Rank collapse {at(each)}, in one block: {jump}."
         look = f"Look in {each.name} for a mean or a sum over locations, a broadcast, or weights that ignore its input."
-        return _fault(each, "collapse", text, look)
+        return blame(each, "collapse", text, look)
     quantiles = each.cosine_quantiles
     if quantiles and each.cosine_mean <= _ALIKE and min(map(abs, quantiles)) > _ALIKE:
         if before.cosine_quantiles and min(map(abs, before.cosine_quantiles)) > _ALIKE:
             return None
         text = f"All locations lie on one line {at(each)}: their cosines are 1 or −1, so that one direction is left."
         look = f"Look in {each.name} for a matrix of rank one, a width of 1 on the way, or a broadcast."
-        return _fault(each, "collapse", text, look)
+        return blame(each, "collapse", text, look)
     return None
 
 
@@ -279,7 +261,19 @@ def _attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
         if own > 0.99:
             text = f"{place} lets every location see only itself: the softmax is saturated."
         look = f"Look at the scale of scores in {each.name}, at its mask or bias, and at the size of queries and keys."
-        return _fault(each, "vanishing", text, look)
+        return blame(each, "vanishing", text, look)
+    every = [spread, *others]
+    if len(every) > 1 and median(every) < _CHOOSING and max(every) < 2 * _CHOOSING:
+        text = (
+            f"Attention is saturated in all blocks, from block {each.block} ({each.name}) on: every location puts "
+            f"nearly all of its weight on one key (entropy {median(every):.0%} of a uniform one's), so that scores "
+            "hardly learn."
+        )
+        look = (
+            "Look at how queries and keys are drawn (too large: a deviation of 1/√width is usual), at the scale of "
+            "scores, 1/√(head width), and at norms that are missing before them."
+        )
+        return blame(each, "vanishing", text, look)
     distances = {b: 1.0 - s for b, s in evidence.numbers(lambda s: s.attention_spread).items()}
     if evidence.signals[each.block - 1].cosine_mean > 0.99:
         return None  # locations that are alike are attended to alike
@@ -289,8 +283,46 @@ def _attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
             "content."
         )
         look = f"Look at queries and keys of {each.name}: zero weights, a scale of 0, or scores that are overwritten."
-        return _fault(each, "collapse", text, look)
+        return blame(each, "collapse", text, look)
     return None
+
+
+def _other_scale(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """Scores that are multiplied by something else than in the other blocks, which agree."""
+    scales = evidence.wirings(lambda wired: wired.scale)
+    others = others_than(scales, each.block)
+    if each.block not in scales or len(others) < 2 or not min(others) > 0 or max(others) > 1.01 * min(others):
+        return None
+    ratio = scales[each.block] / median(others)
+    if 1 / 1.3 < ratio < 1.3:
+        return None
+    text = (
+        f"Block {each.block} ({each.name}) multiplies its scores, products of queries and keys, by {ratio:.3g} times "
+        "what the other blocks do."
+    )
+    look = (
+        f"Look at the scale of scores in {each.name}: 1/√(head width), forgotten, applied twice, or of another width."
+    )
+    return blame(each, "fault", text, look)
+
+
+_MIXED = {
+    "result": ("gives what its heads found to other locations", "what attention gives, before the output matrix"),
+    "values": ("cuts its values into heads that hold other locations", "queries, keys and values"),
+}
+
+
+def _mixed_heads(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    mixed = evidence.wired[each.block - 1].mixed if evidence.wired else ""
+    if not mixed:
+        return None
+    what, where = _MIXED[mixed]
+    text = f"Block {each.block} ({each.name}) mixes heads with locations: it {what}."
+    look = (
+        f"Look in {each.name} at the reshape of {where}: the axis of heads has to be moved by transpose(1, 2), before "
+        "it is merged or after it is cut out."
+    )
+    return blame(each, "fault", text, look)
 
 
 def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -299,7 +331,7 @@ def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if not same[each.block - 1] or not (2 * sum(same) < len(same) or len(same) == 1):
         return None
     text = f"Block {each.block} ({each.name}) hands on what it reads unchanged: neither of its branches adds anything."
-    return _fault(
+    return blame(
         each, "vanishing", text, f"Look at the factors on the branches of {each.name}, and at their last matrices."
     )
 
@@ -317,17 +349,13 @@ def _no_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
         return None
     plural = "s" * (len(silent) == 1)
     text = (
-        f"{_listed(silent)} of block {each.block} ({each.name}) get{plural} no gradient, though one reaches the block."
+        f"{listed(silent)} of block {each.block} ({each.name}) get{plural} no gradient, though one reaches the block."
     )
     look = (
-        f"Look in {each.name} for what cuts this branch off: {_CUTS}, a factor of zero on it, or an activation that is "
+        f"Look in {each.name} for what cuts this branch off: {CUTS}, a factor of zero on it, or an activation that is "
         "never on (a bias far below zero)."
     )
-    return _fault(each, "vanishing", text, look)
-
-
-def _listed(labels: Sequence[str]) -> str:
-    return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+    return blame(each, "vanishing", text, look)
 
 
 def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
@@ -383,60 +411,7 @@ def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Fault 
         f"gets no gradient, {each.gradient_zeros:.0%} of what leaves it."
     )
     look = f"Look in {each.name} for an index that takes one row or a few locations for all, a broadcast, or a mask."
-    return _fault(each, "vanishing", text, look)
-
-
-def _no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """A location that is not itself any more after one block, where the other blocks keep it."""
-    kept = evidence.numbers(lambda s: s.kept)
-    others = others_than(kept, each.block)
-    if each.block not in kept or kept[each.block] > _LEFT or len(others) < 2:
-        return None
-    if median_low(others) < _KEPT and not (len(kept) < 6 and max(others) > _KEPT):
-        return None
-    text = (
-        f"Block {each.block} ({each.name}) does not carry its input on: of what tells locations apart it keeps "
-        f"{kept[each.block]:.2f}, the others {median(others):.2f}."
-    )
-    look = f"Look for the shortcut of {each.name}: a sum that is missing or misplaced, or locations in another order."
-    return _fault(each, "collapse", text, look)
-
-
-def _cut_shortcut(evidence: Evidence) -> Fault | None:
-    """From the output backwards, the first shortcut that carries what is read, but no gradient back."""
-    back = evidence.numbers(lambda s: s.kept_back)
-    for each in reversed(evidence.signals[1:]):
-        others = others_than(back, each.block)
-        lost = (each.kept or 0.0) > _WHOLE and back.get(each.block, 1.0) < _LEFT
-        if lost and len(others) > 1 and median_low(others) > _WHOLE:
-            text = (
-                f"The shortcut of block {each.block} ({each.name}) hands no gradient back: of the one that reaches it, "
-                f"it keeps {back[each.block]:.2f}, the others {median(others):.2f}."
-            )
-            return _fault(each, "vanishing", text, f"Look at the shortcut of {each.name} for {_CUTS}.")
-    return None
-
-
-def _other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """A shortcut with a factor that the others do not have: what is read is added twice, or is normalised."""
-    factors = evidence.numbers(lambda s: s.coefficient)
-    others = others_than(factors, each.block)
-    if each.block not in factors or len(others) < 2 or not median(others) > 0.5 or each.block == 1:
-        return None  # a first block may bring the embedding to another size, and learns to
-    usual = median(others)
-    varies = median(abs(factor / usual - 1.0) for factor in others)  # a trained network's may
-    ratio = factors[each.block] / usual
-    if not ratio > 1.5 + 4 * varies and not 0.25 < ratio < 0.8 - 4 * varies:
-        return None
-    text = (
-        f"Block {each.block} ({each.name}) passes on what it reads with a factor of {factors[each.block]:.2g}, the "
-        f"other blocks with {usual:.2g}."
-    )
-    look = (
-        f"Look for the shortcut of {each.name}: a sum that adds its input twice, a factor, or a norm on the stream "
-        "itself instead of on a branch."
-    )
-    return _fault(each, "fault", text, look)
+    return blame(each, "vanishing", text, look)
 
 
 _LEAKS = {
@@ -447,6 +422,11 @@ _LEAKS = {
     "copied": (
         "gives every row of the batch the same output, though their inputs differ",
         "an index or a broadcast that takes one row for all",
+    ),
+    "padding": (
+        "sees padding: real locations change with the tokens that attention_mask hides",
+        "its attention_mask: one that is not passed on, is inverted (True for padding, or for what is seen?), or has "
+        "the shape of something else",
     ),
     "future": (
         "sees the future: earlier locations change with the last token",
@@ -459,20 +439,25 @@ def _leak(evidence: Evidence, each: BlockSignal) -> Fault | None:
     for kind, (what, where) in _LEAKS.items():
         if evidence.leaks.get(kind) == each.block:
             text = f"Block {each.block} ({each.name}) {what}."
-            return _fault(each, "leak", text, f"Look in {each.name} for {where}.")
+            return blame(each, "leak", text, f"Look in {each.name} for {where}.")
     return None
 
 
 _RULES = (
     _zeros,
     _parameters,
+    _never_negative,
     _alike,
     _leak,
+    _unused,
+    _mixed_heads,
     _norm_jump,
     _attention,
+    _other_scale,
     _unchanged,
     _no_gradient,
     _locations_without_gradient,
-    _no_shortcut,
-    _other_factor,
+    no_shortcut,
+    other_gain,
+    other_factor,
 )

@@ -108,6 +108,7 @@ class GradientTaker:
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]):
         self._squares: list[Squares] = [{} for _ in blocks]
+        self._reached: set[int] = set()
         self._blocks = [members(block) for _, block in blocks]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._saved: list[Tensor | None] = []
@@ -137,6 +138,7 @@ class GradientTaker:
     def _taker(self, owner: tuple[int, Member] | None):
         def take(parameter: Tensor) -> None:
             if owner is not None and parameter.grad is not None:
+                self._reached.add(id(owner[1].parameter))
                 _add(self._squares[owner[0]], owner[1], parameter.grad)
             parameter.grad = None
 
@@ -145,18 +147,32 @@ class GradientTaker:
     @property
     def taken(self) -> "list[BlockGradients]":
         """Norms of the gradients that were taken, by block; 0 where none came."""
-        return [BlockGradients.of(squares) for squares in self._squares]
+        pairs = zip(self._squares, self._blocks, strict=True)
+        return [BlockGradients.of(squares, self._unused(block)) for squares, block in pairs]
+
+    def _unused(self, block: Sequence[Member]) -> tuple[str, ...]:
+        """Names of parameters that learn and that nothing was computed with, of modules of which all are so.
+
+        None where the whole block is. A module that leaves one of several out, as for a kind of input, means it.
+        """
+        learning = [each for each in block if each.parameter.requires_grad]
+        reached = {_together(each.name) for each in learning if id(each.parameter) in self._reached}
+        used = {name.rpartition(".")[0] for name in reached}
+        unused = [each.name for each in learning if _together(each.name).rpartition(".")[0] not in used]
+        return tuple(unused) if reached else ()
 
 
 @dataclass(frozen=True)
 class BlockGradients:
-    """Gradient norms of one block's parameters that learn: by group, and of each matrix."""
+    """Gradient norms of one block's parameters that learn: by group, and of each matrix. unused: the names of those
+    that nothing depends on at all."""
 
     groups: dict[str, float]
     matrices: dict[str, float]
+    unused: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, squares: Squares) -> "BlockGradients":
+    def of(cls, squares: Squares, unused: tuple[str, ...] = ()) -> "BlockGradients":
         """Experts of a mixture count together: a batch need not reach all of them."""
         labels = list(squares)
         values = torch.stack([squares[label].double().cpu() for label in labels]).tolist() if labels else []
@@ -165,10 +181,15 @@ class BlockGradients:
         for (group, label), value in zip(labels, values, strict=True):
             groups[group] = groups.get(group, 0.0) + value
             if label:
-                name = re.sub(r"(experts?)\.(expert_)?\d+\.", r"\1.*.", label)
+                name = _together(label)
                 matrices[name] = matrices.get(name, 0.0) + value
         ordered = {group: groups[group] ** 0.5 for group in GROUPS if group in groups}
-        return cls(ordered, {name: value**0.5 for name, value in matrices.items()})
+        return cls(ordered, {name: value**0.5 for name, value in matrices.items()}, unused)
+
+
+def _together(label: str) -> str:
+    """One name for the same parameter of all experts."""
+    return re.sub(r"(experts?)\.(expert_)?\d+\.", r"\1.*.", label)
 
 
 def gradients_held(blocks: Sequence[tuple[str, nn.Module]]) -> list[BlockGradients]:
@@ -186,13 +207,16 @@ def gradients_held(blocks: Sequence[tuple[str, nn.Module]]) -> list[BlockGradien
 @dataclass(frozen=True)
 class Weight:
     """One parameter of a block, or a part of a fused one: root mean square entry, not finite where an entry is not;
-    empty, how many of its rows (experts, where it is three-dimensional) or columns are all zero."""
+    empty, how many of its rows (experts, where it is three-dimensional) or columns are all zero; alike, whether its
+    rows are all the same, going by the first, a middle and the last; reads, the length of a row."""
 
     group: str
     matrix: bool
     entries: int
     size: float
     empty: int
+    alike: bool = False
+    reads: int = 1
 
 
 @torch.no_grad()
@@ -207,12 +231,17 @@ def weights_of(block: nn.Module) -> dict[str, Weight]:
             rows = torch.linalg.vector_norm(whole, dim=1, dtype=wide(whole))
             columns = torch.linalg.vector_norm(whole, dim=0, dtype=torch.float32) if part.dim() == 2 else rows
             size = torch.linalg.vector_norm(rows) / part.numel() ** 0.5
-            numbers.append(torch.stack([size, (rows == 0).sum().to(size), (columns == 0).sum().to(size)]))
-            found.append((member.label(group), group, part.dim() > 1, part.numel()))
+            some = whole[[0, len(whole) // 2, -1]]
+            alike = (some == some[:1]).all() & (len(whole) > 2)
+            counts = ((rows == 0).sum(), (columns == 0).sum(), alike)
+            numbers.append(torch.stack([size, *(count.to(size) for count in counts)]))
+            found.append(
+                (member.label(group), group, part.dim() > 1, part.numel(), part.shape[-1] if part.dim() else 1)
+            )
     values = torch.stack([each.to("cpu") for each in numbers]).tolist() if numbers else []
     return {
-        label: Weight(group, matrix, entries, size, int(max(empty, across)) if matrix else 0)
-        for (label, group, matrix, entries), (size, empty, across) in zip(found, values, strict=True)
+        label: Weight(group, matrix, entries, size, int(max(empty, across)) * matrix, bool(alike and matrix), reads)
+        for (label, group, matrix, entries, reads), (size, empty, across, alike) in zip(found, values, strict=True)
     }
 
 

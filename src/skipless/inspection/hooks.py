@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
+from skipless.inspection.spans import is_called, listening
 from skipless.inspection.statistics import ActivationStats, Described, InspectOptions, describe, wide
 from skipless.nn.attention import ShapedAttention
 
@@ -52,11 +53,8 @@ class Recorder:
         self._open = ExitStack()
 
     def __enter__(self) -> "Recorder":
-        for index, (_, block) in enumerate(self.blocks, start=1):
-            before = block.register_forward_pre_hook(self._before(index), with_kwargs=True)
-            after = block.register_forward_hook(self._after(index), with_kwargs=True)
-            self._open.callback(before.remove)
-            self._open.callback(after.remove)
+        modules = [block for _, block in self.blocks]
+        self._open.enter_context(listening(modules, lambda i: self._before(i + 1), lambda i: self._after(i + 1)))
         ours = [self._ask(block, index) for index, (_, block) in enumerate(self.blocks, 1) if self.options.attention]
         if not all(ours):
             self._open.enter_context(AttentionWatch(lambda: self.current, self._attention))
@@ -141,9 +139,9 @@ class Recorder:
                 return None
             if index == 1:
                 self.started = time.perf_counter()
-                if not x.requires_grad and not self.live and torch.is_grad_enabled():
+                if not x.requires_grad and not self.live and torch.is_grad_enabled() and is_called(module):
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
-                    changed = _exchanged(args, kwargs, x, lifted)
+                    changed = exchanged(args, kwargs, x, lifted)
                     x = lifted
                 blocks = [block for _, block in self.blocks]
                 self._swapped = batch_second(x, blocks, self.options.batch_shape, self.options.one_row)
@@ -151,9 +149,9 @@ class Recorder:
                 if not self._accepts(self._rows(x)):
                     return None
                 self._note(0, x)
-            if x.requires_grad and not self.live:
+            if x.requires_grad and not self.live and is_called(module):
                 old, x = x, x.clone()  # so that what this block hands back is told from what hooks make of it
-                changed = _exchanged(*(changed or (args, kwargs)), old, x)
+                changed = exchanged(*(changed or (args, kwargs)), old, x)
                 x.register_hook(lambda gradient: self._arrived(index, gradient, self._returned))
             self._entered, self.current = x.detach(), index
             self._expected = x.requires_grad or any(p.requires_grad for p in module.parameters())
@@ -258,7 +256,8 @@ def _listed(numbers: Mapping[int, Tensor]) -> list[tuple[int, list[float]]]:
     return [(index, values.tolist()) for index, values in numbers.items()]
 
 
-def _exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:
+def exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:
+    """A module's arguments with one tensor in another's place."""
     return (
         tuple(new if value is old else value for value in args),
         {name: new if value is old else value for name, value in kwargs.items()},

@@ -1,6 +1,6 @@
 """What an inspection is given: batches and labels, checked, and as arguments of the model."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -131,11 +131,14 @@ def read_by(batch: Batch, name: str) -> Batch:
     return {_TOKENS: batch[DECODER_IDS], "attention_mask": batch.get("decoder_attention_mask")}
 
 
-def first_row(batch: Batch, rows: int) -> Batch:
-    """The batch of its first row."""
+def some_rows(batch: Batch, rows: Sequence[int]) -> Batch:
+    """The batch of some of its rows: of every tensor that has as many as the ids or the mask."""
+    shape = rows_and_length(batch)
+    chosen = list(rows)
 
     def cut(value: Any) -> Any:
-        return value[:1] if isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows else value
+        whole = shape is not None and isinstance(value, Tensor) and value.dim() > 0 and len(value) == shape[0]
+        return value[chosen] if whole else value
 
     if isinstance(batch, Tensor):
         return cut(batch)

@@ -12,27 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.diagnosis import Structure, diagnose, from_behind
-from skipless.inspection.faults import Evidence
+from skipless.inspection.evidence import Evidence
 from skipless.inspection.gradients import BlockGradients, GradientTaker, Weight, matrix_sizes, weights_of
 from skipless.inspection.hooks import Recorder, batch_second, check_locations, hidden, rows_first, uncompiled
 from skipless.inspection.inputs import (
     Batch,
     check_batch,
-    first_row,
     given_labels,
     labelled_loss,
     model_inputs,
     padding,
     read_by,
     rows_and_length,
+    some_rows,
     unit_gradient,
     with_decoder_ids,
 )
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.prediction import predict
-from skipless.inspection.probes import Seen, Watched, probe
-from skipless.inspection.siblings import remarks, untied
-from skipless.inspection.stacks import Block, find_blocks, find_stacks
+from skipless.inspection.probes import Seen, Watched, padding_seen, probe
+from skipless.inspection.remarks import of_model, remarks
+from skipless.inspection.spans import listening
+from skipless.inspection.stacks import Block, find_blocks, find_stacks, says_causal
 from skipless.inspection.statistics import ActivationStats, InspectOptions
 from skipless.model import kernel_maps
 from skipless.model.quantise import QUANTISATIONS, quantised
@@ -78,7 +79,7 @@ def inspect(
     theory = isinstance(_native(model), Transformer) and blocks is None and padding(batch) is None  # rows share one Σ
     options = InspectOptions(picture=keep_kernels, kernel=theory, several=len(stacks) > 1)
     recorders = [_recorder(model, batch, stack, options) for stack in stacks]
-    taken = _run(model, batch, recorders, _loss_of(model, labels, loss))
+    taken, notes = _run(model, batch, recorders, _loss_of(model, labels, loss))
     complete = sorted((each for each in recorders if each.complete), key=lambda each: each.started)
     if not complete:
         raise ValueError(_not_run(recorders))
@@ -89,7 +90,7 @@ def inspect(
         for recorder, each in zip(complete, seen, strict=True)
     ]
     whole = at_fault(found, recorders)
-    return replace(whole, notes=(*whole.notes, *untied(model)))
+    return replace(whole, notes=(*whole.notes, *notes))
 
 
 def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: InspectOptions) -> Recorder:
@@ -97,7 +98,7 @@ def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: Inspe
     shape = rows_and_length(own)
     alone = None
     if shape is not None and shape[0] == shape[1] > 1:
-        alone = _entering(model, first_row(batch, shape[0]), stack[0][1])
+        alone = _entering(model, some_rows(batch, [0]), stack[0][1])
     return Recorder(stack, replace(options, mask=padding(own), batch_shape=shape, one_row=alone))
 
 
@@ -105,15 +106,13 @@ def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: Inspe
 def _entering(model: nn.Module, batch: Batch, block: nn.Module) -> tuple[int, ...] | None:
     """The shape of what enters a block."""
     seen: list[tuple[int, ...]] = []
-    hook = block.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(tuple(hidden([*args, *kwargs.values()]).shape)), with_kwargs=True
-    )
-    try:
-        with evaluating(model), uncompiled(model):
-            args, kwargs = model_inputs(model, batch)
-            model(*args, **kwargs)
-    finally:
-        hook.remove()
+
+    def before(index: int):
+        return lambda _, args, kwargs: seen.append(tuple(hidden([*args, *kwargs.values()]).shape))
+
+    with listening([block], before, lambda index: lambda *_: None), evaluating(model), uncompiled(model):
+        args, kwargs = model_inputs(model, batch)
+        model(*args, **kwargs)
     return seen[0] if seen else None
 
 
@@ -131,15 +130,22 @@ def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> li
             except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
                 why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
                 note = f"Whether it sees the future or other rows was not asked: {why}."
-                found |= dict.fromkeys(chosen, Seen({}, note=note))
+                found |= dict.fromkeys(chosen, Seen(note=note))
+    if padding(batch) is not None:
+        with evaluating(model), uncompiled(model):
+            seen = padding_seen(model, batch, [_watched(recorder) for recorder in recorders])
+        for index, block in enumerate(seen):
+            if block is not None and recorders[index].attention:
+                found[index] = replace(found[index], leaks={**found[index].leaks, "padding": block})
     return [found[index] for index in range(len(recorders))]
 
 
 def _watched(recorder: Recorder) -> Watched:
-    """Its attention is masked where most of its blocks put no weight on what follows."""
+    """It is made to look back where most of its blocks put no weight on what follows, or where they say so."""
     ahead = [each.ahead for each in recorder.attention.values()]
     masked = 2 * sum(weight == 0 for weight in ahead) > len(ahead)
-    return Watched([block for _, block in recorder.blocks], recorder.swapped, masked)
+    blocks = [block for _, block in recorder.blocks]
+    return Watched(blocks, recorder.swapped, masked or any(map(says_causal, blocks)))
 
 
 def _found(
@@ -157,19 +163,20 @@ def _found(
     signals, locations = assemble(recorder, gradients, sizes)
     if recorder.options.kernel:
         signals = _with_theory(signals, _native(model), recorder)
-    evidence = Evidence(signals, sizes, [each.matrices for each in gradients], seen.leaks, cousins)
+    evidence = Evidence(
+        signals,
+        sizes,
+        [each.matrices for each in gradients],
+        [each.unused for each in gradients],
+        seen.wired,
+        seen.leaks,
+        cousins,
+    )
     verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
     pictures = pictures if len({picture.shape for picture in pictures}) == 1 else []
-    notes = [note for note in (seen.note, _BLIND if seen.ordered is False else "") if note]
-    notes += remarks(recorder.blocks, signals, sizes)
-    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, tuple(notes))
-
-
-_BLIND = (
-    "It does not see positions: tokens in reverse give the same output in reverse. Add positions, unless a set is "
-    "what it is to read."
-)
+    notes = tuple(remarks(recorder.blocks, evidence, seen))
+    return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, notes)
 
 
 def at_fault(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
@@ -257,8 +264,8 @@ def _loss_of(model: nn.Module, labels: Tensor | None, loss: Loss | None) -> Loss
     return lambda output: labelled_loss(model, output, labels)
 
 
-def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss | None) -> Taken:
-    """One forward and one backward under hooks.
+def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss | None) -> tuple[Taken, list[str]]:
+    """One forward and one backward under hooks; and notes on the model and on what it gives.
 
     Without a loss the backward starts at the last block that runs; a stack that this does not reach, as of two towers,
     gets one of its own.
@@ -271,6 +278,7 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
             for recorder in recorders:
                 listening.enter_context(recorder)
             output = model(*args, **kwargs)
+        notes = list(of_model(model, output))
         if loss is not None:
             loss(output).backward()
         del output  # the head's part of the graph is not needed
@@ -281,7 +289,7 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
         for recorder in recorders:
             recorder.forget()
-    return dict(zip((name for name, _ in every), taker.taken, strict=True))
+    return dict(zip((name for name, _ in every), taker.taken, strict=True)), notes
 
 
 def assemble(
@@ -324,7 +332,7 @@ def assemble(
 
 _SHARED = (
     *("norm_min", "norm_mean", "norm_max", "cosine_mean", "cosine_quantiles"),
-    *("effective_rank", "stable_rank", "collapse", "kurtosis", "outlier"),
+    *("effective_rank", "stable_rank", "collapse", "kurtosis", "outlier", "least"),
 )
 
 
@@ -428,15 +436,17 @@ def with_rounding(found: Inspection, shares: Sequence[float]) -> Inspection:
 def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision: str) -> list[Tensor]:
     """What every block gives, as (rows, T, width); "fp32" leaves the parameters' precision as it is."""
     given: list[Tensor] = []
-    hooks = [block.register_forward_hook(lambda _, __, output: given.append(hidden(output))) for block in blocks]
     device = next(model.parameters()).device
-    try:
-        with evaluating(model), uncompiled(model), autocast(precision, device):
-            args, kwargs = model_inputs(model, batch)
-            model(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        listening(
+            blocks, lambda index: lambda *_: None, lambda index: lambda *given_: given.append(hidden(given_[-1]))
+        ),
+        evaluating(model),
+        uncompiled(model),
+        autocast(precision, device),
+    ):
+        args, kwargs = model_inputs(model, batch)
+        model(*args, **kwargs)
     if len(given) != len(blocks):
         raise ValueError(
             f"{len(given)} outputs came from {len(blocks)} blocks; name those that run, once each: blocks=[…]"

@@ -1,91 +1,192 @@
 """Probes: what a model sees that it should not, and what it does not see, by changing its input a little.
 
-Three rows are run twice without gradients: a row, another one, and the first with its tokens in reverse; the second
-time the first row's last token is another. Where activations change, and where they do not, says what is seen. Images
-and other numbers are asked only whether rows see each other.
+Three rows are run twice without gradients: a row, another one, and the first with what precedes its last token in
+reverse (of an image: moved by one patch); the second time the first row's last token is another. Where activations
+change, and where they do not, says what is seen. A padded row is run as two, with other tokens as padding. During the
+first of these runs it is watched how blocks are put together.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 from skipless.inspection.hooks import hidden, rows_first
-from skipless.inspection.inputs import Batch, model_inputs, padding, predicts_next
+from skipless.inspection.inputs import Batch, logits_of, model_inputs, padding, predicts_next, some_rows
+from skipless.inspection.spans import listening
+from skipless.inspection.wiring import Wired, Wiring
 
 # A change this share of what the changed location itself shows. A mask keeps out all of it, while rows that share a
 # kernel may differ in rounding.
 _SEEN, _MIXED = 1e-6, 1e-3
-_ORDER = 1e-5  # the same of reversed tokens, over the norm
+_ORDER = 3e-6  # the same of tokens in another order, over the norm; rounding comes to a tenth of it
+_ASKED = 0.1  # how far apart two rows have to be, over their norm, so that an order of tokens can be told
+_PADDING = 1e-5  # the same of other padding
+_DROWNED = 0.004  # how far apart two rows are, over their norm, where their tokens hardly matter
 _DECODER = "decoder_input_ids"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a stack of blocks sees: leaks by kind ("future", "rows", "copied"), each with the first block, from 1, that
-    has it; ordered, whether it tells orders of tokens apart, None where that was not asked. note: why nothing was."""
+    """What a stack of blocks sees: leaks by kind ("future", "rows", "copied", "padding"), each with the first block,
+    from 1, that has it; ordered, whether it tells orders of tokens apart, None where that was not asked; told_apart,
+    how far apart two rows of other tokens are after the first block, over their norm; unsteady, the first block that
+    does not give the same twice; read, whether what the model gives changes with the last token; wired, by block. note:
+    why nothing was asked."""
 
-    leaks: Mapping[str, int]
+    leaks: Mapping[str, int] = field(default_factory=dict)
     ordered: bool | None = None
+    told_apart: float | None = None
+    unsteady: int | None = None
+    read: bool | None = None
+    wired: tuple[Wired, ...] = ()
     note: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A stack that is probed: its blocks, whether its stream is (T, rows, width), and whether its attention is masked
-    so that it should see only what came before."""
+    """A stack that is probed: its blocks, whether its stream is (T, rows, width), and whether it is made to see only
+    what came before."""
 
     blocks: Sequence[nn.Module]
     swapped: bool = False
     masked: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class _Ran:
+    """One run: what every block of every stack gave, as (rows, T, width), and what the model gave."""
+
+    states: list[list[Tensor]]
+    output: Tensor | None
+
+
 @torch.no_grad()
 def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bool) -> list[Seen]:
     """What every stack sees of the ids in `batch`, of decoder_input_ids for a decoder's; of other inputs, of rows."""
+    whole = _whole_rows(batch)
+    asked = None if whole is None else _questions(model, whole, decoder)
+    if whole is None or asked is None:
+        return [Seen()] * len(stacks)
+    name, plain, changed = asked
+    wiring = Wiring([block for stack in stacks for block in stack.blocks])
+    before = _run(model, _with_rows(whole, name, plain), stacks, wiring)
+    after = _run(model, _with_rows(whole, name, changed), stacks)
+    causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
+    found = []
+    for x, y, stack in zip(before.states, after.states, stacks, strict=True):
+        found.append(_seen(x, y, plain, causal or stack.masked) if x and y else Seen())
+    if any(each.leaks or each.ordered is False for each in found):
+        again = _run(model, _with_rows(whole, name, plain), stacks)
+        unsteady = [_first_apart(x, y) for x, y in zip(before.states, again.states, strict=True)]
+        if any(each is not None for each in unsteady):
+            return [Seen(unsteady=each) for each in unsteady]  # so a change says nothing
+    read = None if plain.is_floating_point() or len(stacks) > 1 else _changed(before.output, after.output)
+    wired, start = [], 0
+    for stack in stacks:
+        wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
+        start += len(stack.blocks)
+    return [
+        Seen(each.leaks, each.ordered, each.told_apart, None, read if each.leaks == {} else None, own)
+        for each, own in zip(found, wired, strict=True)
+    ]
+
+
+@torch.no_grad()
+def padding_seen(model: nn.Module, batch: Batch, stacks: Sequence[Watched]) -> list[int | None]:
+    """By stack, the first block, from 1, in which real locations depend on what stands at padding."""
+    mask, ids = padding(batch), _ids(batch, False)
+    if mask is None or ids is None or mask.shape != ids.shape:
+        return [None] * len(stacks)
+    row = int((~mask).sum(-1).argmax())
+    real = mask[row].to(ids.device)
+    first, other = ids[row][real][0], next((t for t in ids[row][real] if t != ids[row][real][0]), None)
+    if other is None:
+        return [None] * len(stacks)
+    rows = torch.stack([ids[row].where(real, first), ids[row].where(real, other)])
+    states = _run(model, _with_rows(some_rows(batch, [row]), "input_ids", rows), stacks).states
+    return [next((block for block, x in enumerate(each, 1) if _differs(x, real)), None) for each in states]
+
+
+def _differs(x: Tensor, real: Tensor) -> bool:
+    """Whether two rows differ, at real locations where these are the stack's own."""
+    one, two = (row[real] if len(row) == len(real) else row for row in x)
+    return float((one - two).norm()) > _PADDING * float(one.norm())
+
+
+def _whole_rows(batch: Batch) -> Batch | None:
+    """The rows without padding; None where there is none."""
+    mask = padding(batch)
+    if mask is None:
+        return batch
+    whole = [row for row, real in enumerate(mask.all(-1).tolist()) if real]
+    return some_rows(batch, whole) if whole else None
+
+
+def _questions(model: nn.Module, batch: Batch, decoder: bool) -> tuple[str, Tensor, Tensor] | None:
+    """(what is changed, its three rows, and these changed)."""
     ids = _ids(batch, decoder)
     if ids is None:
-        name, values = next(
-            ((n, v) for n, v in _parts(batch).items() if isinstance(v, Tensor) and v.is_floating_point()), ("", None)
-        )
+        floats = ((n, v) for n, v in _parts(batch).items() if isinstance(v, Tensor) and v.is_floating_point())
+        name, values = next(floats, ("", None))
         if values is None or values.dim() < 3 or len(values) < 2:
-            return [Seen({})] * len(stacks)
-        plain = torch.stack([values[0], values[1], values[0]])
-        changed = torch.stack([values[0].flip(-1), values[1], values[0]])
-    else:
-        name, first = _DECODER if decoder else "input_ids", ids[0]
-        if ids.shape[1] < 4 or padding(batch) is not None or bool((first == first[0]).all()):
-            return [Seen({})] * len(stacks)
-        plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), first.flip(0)])
-        changed = plain.clone()
-        changed[0, -1] = next(token for token in first if token != first[-1])
-    causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
-    before, after = (_states(model, _with_rows(batch, name, x), stacks) for x in (plain, changed))
-    found = [
-        _seen(x, y, plain, causal or stack.masked) if x and y else Seen({})
-        for x, y, stack in zip(before, after, stacks, strict=True)
-    ]
-    if any(each.leaks or each.ordered is False for each in found):
-        again = _states(model, _with_rows(batch, name, plain), stacks)
-        if any(_differ(x, y) for x, y in zip(before, again, strict=True)):
-            return [Seen({})] * len(stacks)  # it does not give the same twice, so a change says nothing
-    return found
+            return None
+        moved = values[0].roll(_patch(model, values), -1)
+        plain = torch.stack([values[0], values[1], moved])
+        return name, plain, torch.stack([values[0].flip(-1), values[1], moved])
+    first = ids[0]
+    if ids.shape[1] < 4 or bool((first == first[0]).all()):
+        return None
+    backwards = torch.cat([first[:-1].flip(0), first[-1:]])
+    plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), backwards])
+    changed = plain.clone()
+    changed[0, -1] = next(token for token in first if token != first[-1])
+    return _DECODER if decoder else "input_ids", plain, changed
+
+
+def _patch(model: nn.Module, values: Tensor) -> int:
+    """By how much an image is moved so that its patches only change places; 0 where it is not cut into patches, and
+    where positions are zero, which is a known way to start."""
+    positions = (p for name, p in model.named_parameters() if "pos" in name)
+    if values.dim() != 4 or any(not bool(p.any()) for p in positions):
+        return 0
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    fits = first is not None and first.kernel_size == first.stride and values.shape[-1] % first.stride[1] == 0
+    return int(first.stride[1]) if first is not None and fits else 0
 
 
 def _seen(before: Sequence[Tensor], after: Sequence[Tensor], plain: Tensor, causal: bool) -> Seen:
     if not all(bool(torch.isfinite(x).all()) for x in (*before, *after)):
-        return Seen({})
+        return Seen()
+    told_apart = _told_apart(before[0])
+    if not plain.is_floating_point():
+        ordered = _ordered(before, after) if told_apart > _ASKED else None
+        return Seen(_leaks(before, after, plain, causal), ordered, told_apart)
     leaks: dict[str, int] = {}
-    if plain.is_floating_point():
-        for block, (x, y) in enumerate(zip(before, after, strict=True), start=1):
-            change = (x - y).flatten(1).norm(dim=-1)
-            if float(change[1:].max()) > _MIXED * float(change[0]) > 0:
-                leaks.setdefault("rows", block)
-        return Seen(leaks)
-    return Seen(_leaks(before, after, plain, causal), _ordered(before[-1], before, after))
+    for block, (x, y) in enumerate(zip(before, after, strict=True), start=1):
+        change = (x - y).flatten(1).norm(dim=-1)
+        if float(change[1:].max()) > _MIXED * float(change[0]) > 0:
+            leaks.setdefault("rows", block)
+    ordered = None
+    if not torch.equal(plain[0], plain[2]):  # patches that changed places
+        mean = before[-1].mean(1)
+        ordered = float((mean[2] - mean[0]).norm()) > _ORDER * float(before[-1][0].norm(dim=-1).mean())
+    return Seen(leaks, ordered, told_apart)
+
+
+def _told_apart(x: Tensor) -> float:
+    """The median over locations of the distance between two rows, over their norm."""
+    norms = (x[0].norm(dim=-1) + x[1].norm(dim=-1)) / 2
+    return float(((x[0] - x[1]).norm(dim=-1) / norms.clamp(min=torch.finfo(x.dtype).tiny)).median())
+
+
+def drowned(seen: Seen) -> bool:
+    """Whether the tokens hardly matter to what the first block gives."""
+    return seen.told_apart is not None and 0 < seen.told_apart < _DROWNED
 
 
 def _parts(batch: Batch) -> dict[str, Any]:
@@ -95,12 +196,12 @@ def _parts(batch: Batch) -> dict[str, Any]:
 
 
 def _with_rows(batch: Batch, name: str, values: Tensor) -> Batch:
-    """The batch of three rows: these values, and of everything else but labels the first row thrice."""
+    """The batch of these rows: these values, and of everything else but labels the first row as often."""
     if not isinstance(batch, Mapping):
         return values if isinstance(batch, Tensor) else (values, *batch[1:])
     rows = len(batch[name])
     same = {
-        str(key): value[:1].expand(3, *value.shape[1:])
+        str(key): value[:1].expand(len(values), *value.shape[1:])
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
         else value
         for key, value in batch.items()
@@ -127,15 +228,26 @@ def _leaks(before: Sequence[Tensor], after: Sequence[Tensor], plain: Tensor, cau
     return found
 
 
-def _ordered(last: Tensor, before: Sequence[Tensor], after: Sequence[Tensor]) -> bool | None:
-    """Whether reversing tokens does more than to reverse what is given; asked of what looks both ways."""
-    if float((before[0] - after[0])[0, :-1].norm()) == 0:
+def _ordered(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Whether the last location tells orders of the tokens before it apart.
+
+    Of what looks both ways, after all blocks. Of what looks back, after the first: its mask tells orders apart later,
+    since each location has then gathered what came before it.
+    """
+    back = float((before[0] - after[0])[0, :-1].norm()) == 0
+    x = before[0 if back else -1]
+    return float((x[2, -1] - x[0, -1]).norm()) > _ORDER * float(x[0, -1].norm())
+
+
+def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
+    pairs = enumerate(zip(one, two, strict=False), start=1)
+    return next((block for block, (x, y) in pairs if not torch.allclose(x, y, rtol=1e-4, atol=1e-6)), None)
+
+
+def _changed(before: Tensor | None, after: Tensor | None) -> bool | None:
+    if before is None or after is None or before.shape != after.shape or len(before) != 3:
         return None
-    return float((last[2].flip(0) - last[0]).norm()) > _ORDER * float(last[0].norm())
-
-
-def _differ(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
-    return any(not torch.allclose(x, y, rtol=1e-4, atol=1e-6) for x, y in zip(one, two, strict=False))
+    return not torch.equal(before[0], after[0])
 
 
 def _ids(batch: Batch, decoder: bool) -> Tensor | None:
@@ -148,18 +260,33 @@ def _ids(batch: Batch, decoder: bool) -> Tensor | None:
     return found if whole else None
 
 
-def _states(model: nn.Module, batch: Batch, stacks: Sequence[Watched]) -> list[list[Tensor]]:
-    """What every block gives, as (3, T, width), by stack; nothing of a stack whose blocks do not run once each."""
+def _run(model: nn.Module, batch: Batch, stacks: Sequence[Watched], wiring: Wiring | None = None) -> _Ran:
+    """Nothing is given of a stack whose blocks do not run once each."""
     given: list[list[Tensor]] = [[] for _ in stacks]
     with ExitStack() as hooks:
         for stack, states in zip(stacks, given, strict=True):
-            for block in stack.blocks:
-                hooks.callback(block.register_forward_hook(_kept(states, stack.swapped)).remove)
+            hooks.enter_context(listening(stack.blocks, _nothing, _kept(states, stack.swapped, wiring)))
         args, kwargs = model_inputs(model, batch)
-        model(*args, **kwargs)
-    whole = (len(x) == len(each.blocks) and all(len(y) == 3 for y in x) for x, each in zip(given, stacks, strict=True))
-    return [states if fits else [] for states, fits in zip(given, whole, strict=True)]
+        with BaseTorchFunctionMode() if wiring is None else wiring.around():  # under both, torch's layers run alike
+            output = model(*args, **kwargs)
+    rows = len(args[0]) if args else len(next(v for v in kwargs.values() if isinstance(v, Tensor) and v.dim()))
+    whole = (
+        len(x) == len(each.blocks) and all(len(y) == rows for y in x) for x, each in zip(given, stacks, strict=True)
+    )
+    states = [states if fits else [] for states, fits in zip(given, whole, strict=True)]
+    try:
+        return _Ran(states, logits_of(output))
+    except ValueError:  # it gives something else, which is not asked
+        return _Ran(states, None)
 
 
-def _kept(states: list[Tensor], swapped: bool):
-    return lambda module, args, out: states.append(rows_first(hidden(out), swapped).float())
+def _nothing(index: int):
+    return lambda module, args, kwargs: None
+
+
+def _kept(states: list[Tensor], swapped: bool, wiring: Wiring | None):
+    def hook(module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
+        if wiring is None or not wiring.busy:
+            states.append(rows_first(hidden(out), swapped).float())
+
+    return lambda index: hook

@@ -27,7 +27,7 @@ _MOST_WORKERS = 8
 class ActivationStats:
     """Fields as in BlockSignal; norms by location, (T,); picture: cosines of the first row's first locations.
 
-    Means over rows; norm_min, norm_max and outlier are extremes over them; ranks are of the first two rows.
+    Means over rows; norm_min, norm_max, outlier and least are extremes over them; ranks are of the first two rows.
     """
 
     norm_min: float
@@ -40,6 +40,7 @@ class ActivationStats:
     collapse: float
     kurtosis: float
     outlier: float
+    least: float
     norms: np.ndarray
     picture: np.ndarray | None = None
 
@@ -64,7 +65,7 @@ class InspectOptions:
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """Statistics on their device: values (rows, 12), norms (rows, T) with NaN at padding, kernel the mean Σ."""
+    """Statistics on their device: values (rows, 13), norms (rows, T) with NaN at padding, kernel the mean Σ."""
 
     values: Tensor
     norms: Tensor
@@ -88,6 +89,7 @@ class Described:
             collapse=mean[9],
             kurtosis=mean[10],
             outlier=float(values[:, 11].max()),
+            least=float(values[:, 12].min()),
             norms=_mean_over_rows(self.norms.cpu().numpy()),
             picture=None if self.picture is None else self.picture.cpu().numpy(),
         )
@@ -131,7 +133,7 @@ def _chunks(x: Tensor, mask: Tensor | None) -> Iterator[tuple[int, Tensor]]:
 
 
 def _values(rows: Tensor, gram: Tensor) -> Tensor:
-    """(n, 12): norm min, mean, max, cosine mean, five quantiles, collapse, kurtosis, outlier.
+    """(n, 13): norm min, mean, max, cosine mean, five quantiles, collapse, kurtosis, outlier, least.
 
     Cosines are between locations that are not zero: a row of fewer than two has NaN.
     """
@@ -141,7 +143,8 @@ def _values(rows: Tensor, gram: Tensor) -> Tensor:
     apart = (norm[:, above] != 0) & (norm[:, right] != 0)
     pairs, count = cosines(gram)[:, above, right], apart.sum(-1)
     share = gram.mean((-2, -1)) * length / norm.sum(-1)
-    flat = rows.flatten(1)
+    flat, scale = rows.flatten(1), norm.mean(-1).sqrt()
+    least = flat.amin(-1)
     square = (flat - flat.mean(-1, keepdim=True)).square_()
     return torch.stack(
         [
@@ -152,7 +155,8 @@ def _values(rows: Tensor, gram: Tensor) -> Tensor:
             *_quantiles(pairs, count),
             (1.0 - share).clamp(min=0.0).sqrt(),
             square.square().mean(-1) / square.mean(-1).square(),
-            torch.maximum(flat.amax(-1), -flat.amin(-1)) / (norm.mean(-1)).sqrt(),
+            torch.maximum(flat.amax(-1), -least) / scale,
+            least / scale,
         ],
         dim=-1,
     )

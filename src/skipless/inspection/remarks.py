@@ -1,0 +1,185 @@
+"""Remarks: what may be meant, or takes no signal away, said as a note and not as a verdict."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.inspection.evidence import CUTS, Evidence, listed
+from skipless.inspection.gradients import Weight
+from skipless.inspection.inputs import logits_of
+from skipless.inspection.inspection import BlockSignal
+from skipless.inspection.probes import Seen, drowned
+from skipless.inspection.stacks import Block, plain_lists
+
+_DROPPED = 0.9  # a share that no one drops on purpose
+
+
+def remarks(blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
+    """A sentence or two on each."""
+    names = [f"{number} ({name})" for number, (name, _) in enumerate(blocks, start=1)]
+    yield from _probed(names, seen)
+    yield from _frozen(blocks, names)
+    yield from _dropped(blocks)
+    yield from _copies(names, evidence.weights)
+    yield from _without_attention(names, evidence.signals[1:], evidence.weights)
+    yield from _unused(evidence)
+    yield from _straight(names, evidence)
+
+
+def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
+    if seen.note:
+        yield seen.note
+    if seen.ordered is False:
+        yield (
+            "It does not see positions: the same tokens in another order give the same. Add positions, or look at "
+            "those that it has: they may be the same for all locations. A set needs none."
+        )
+    if seen.unsteady is not None:
+        yield (
+            f"Block {names[seen.unsteady - 1]} does not give the same twice for the same input, though the model is "
+            "in evaluation mode. Look there for a dropout that is always on (F.dropout needs "
+            "training=self.training) and for other random numbers. What the model sees was not asked."
+        )
+    if drowned(seen):
+        yield (
+            f"Tokens hardly matter: behind the first block, rows of other tokens differ by {seen.told_apart:.1%} of "
+            "their norm. Look at the size of the token embedding beside that of positions and biases added to it."
+        )
+    if seen.read is False:
+        yield (
+            "What the model gives does not change with the last token, so it is read from an earlier location, which "
+            "has not seen what follows it. Where one location is to stand for all, read the last one."
+        )
+
+
+def _unused(evidence: Evidence) -> Iterator[str]:
+    """Parameters that no block uses."""
+    if not evidence.unused:
+        return
+    everywhere = [n for n in evidence.unused[0] if all(n in names for names in evidence.unused)]
+    if everywhere:
+        verb, which = ("gets", "it") if len(everywhere) == 1 else ("get", "them")
+        yield (
+            f"{listed(everywhere)} of every block {verb} no gradient at all: nothing depends on {which}. If that is "
+            "not meant: look for a module that is made and not called, for one that is called in its place, and for "
+            f"{CUTS}."
+        )
+
+
+def _straight(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """Two matrices in a row, where the first makes the stream wider: one of them is as good as both."""
+    found = {name: each.straight for name, each in zip(names, evidence.wired, strict=False) if each.straight}
+    if found:
+        first, second = next(iter(found.values()))
+        yield (
+            f"{_blocks(list(found))}: what {first} gives goes to {second} as it is, so that the two are one linear "
+            "map. An activation between them is missing."
+        )
+
+
+def of_model(model: nn.Module, output: Any) -> Iterator[str]:
+    """Of the whole model and of what it gives."""
+    yield from _untied(model)
+    yield from _unregistered(model)
+    try:
+        logits = logits_of(output)
+    except ValueError:
+        return
+    if _probabilities(logits):
+        yield (
+            "What the model gives are probabilities: none is negative and each location's sum to 1. Cross-entropy "
+            "takes logits, since it has a softmax of its own: leave out the last one."
+        )
+
+
+def _probabilities(logits: Tensor) -> bool:
+    if logits.shape[-1] < 2 or not logits.is_floating_point():
+        return False
+    some = logits.detach()[:2].to(torch.float32)
+    return bool((some >= 0).all()) and bool((some.sum(-1) - 1.0).abs().max() < 1e-2)
+
+
+def _unregistered(model: nn.Module) -> Iterator[str]:
+    for name in plain_lists(model):
+        yield (
+            f"{name} is a plain list of modules: parameters(), to() and state_dict() do not see them, so an optimizer "
+            "does not either. Use nn.ModuleList."
+        )
+
+
+def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
+    still = [not any(parameter.requires_grad for parameter in block.parameters()) for _, block in blocks]
+    if any(still) and not all(still):
+        which = [name for name, frozen in zip(names, still, strict=True) if frozen]
+        verb = "is frozen: its parameters do" if len(which) == 1 else "are frozen: their parameters do"
+        yield f"{_blocks(which)} {verb} not learn. If that is not meant: requires_grad_(True)."
+
+
+def _dropped(blocks: Sequence[Block]) -> Iterator[str]:
+    for name, block in blocks:
+        for inner, module in block.named_modules():
+            shares = {"p": getattr(module, "p", None)} if "Dropout" in type(module).__name__ else vars(module)
+            for word, share in shares.items():
+                if isinstance(share, int | float) and share >= _DROPPED and (word == "p" or word.endswith("dropout")):
+                    place = ".".join(part for part in (name, inner, word) if part)
+                    yield (
+                        f"Dropout of {share:g} at {place}: in training little or nothing of it is left. An "
+                        "inspection runs in evaluation mode, where nothing is dropped."
+                    )
+                    break
+
+
+def _copies(names: Sequence[str], weights: Sequence[Mapping[str, Weight]]) -> Iterator[str]:
+    """Sizes of random matrices differ in some digit, unless they are the same."""
+    groups: dict[tuple, list[str]] = {}
+    for name, own in zip(names, weights, strict=True):
+        sizes = tuple((label, weight.size) for label, weight in own.items() if weight.matrix and weight.size > 0)
+        if len(sizes) > 1:
+            groups.setdefault(sizes, []).append(name)
+    for same in groups.values():
+        if len(same) > 1:
+            yield (
+                f"{_blocks(same)} hold the same weights. If that is not meant: look for a copy of one block, and for "
+                "a checkpoint whose names are off by one."
+            )
+
+
+def _without_attention(
+    names: Sequence[str], signals: Sequence[BlockSignal], weights: Sequence[Mapping[str, Weight]]
+) -> Iterator[str]:
+    """One block that is built as two others are."""
+    without = [index for index, each in enumerate(signals) if each.attention_spread is None]
+    if len(without) != 1:
+        return
+    index = without[0]
+    shapes = [{label: weight.entries for label, weight in own.items()} for own in weights]
+    if sum(shape == shapes[index] for shape in shapes) > 2:
+        yield (
+            f"No attention was seen in block {names[index]}, only in the others, which are built alike. Look there for "
+            "a softmax that is missing or that runs over queries instead of keys."
+        )
+
+
+def _untied(model: nn.Module) -> Iterator[str]:
+    """Whether a head that is to share the embedding's weights has its own."""
+    config = getattr(model, "config", None)
+    give, take = (getattr(model, f"get_{side}_embeddings", None) for side in ("output", "input"))
+    if not getattr(config, "tie_word_embeddings", False) or not callable(give) or not callable(take):
+        return
+    head, table = give(), take()
+    weight = getattr(head, "weight", None)
+    if weight is None or not isinstance(table, nn.Embedding) or weight.shape != table.weight.shape:
+        return
+    if weight.data_ptr() != table.weight.data_ptr():
+        yield (
+            "The head has weights of its own, though the config says that it shares the embedding's "
+            "(tie_word_embeddings). Call model.tie_weights()."
+        )
+
+
+def _blocks(names: Sequence[str]) -> str:
+    if len(names) > 4:
+        return f"{len(names)} blocks, from {names[0]} to {names[-1]},"
+    return f"Blocks {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"Block {names[0]}"
