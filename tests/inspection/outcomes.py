@@ -69,8 +69,7 @@ def outcome(fault: str, architecture: str, place: int, beyond: Container[tuple] 
 def accused(case: Case) -> str:
     """What is said against a sound network; nothing where nothing is."""
     found = inspect(case.model, case.batch, keep_kernels=False)
-    against = [note for note in found.notes if not note.endswith("was inspected too: preserved.")]
-    return "" if found.healthy and not against else said(found)
+    return "" if found.healthy and not found.doubts else said(found)
 
 
 def main() -> None:

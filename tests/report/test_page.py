@@ -375,5 +375,16 @@ def test_the_stacks_of_one_network_have_one_headline():
     assert "<h1>T5</h1>" in page
     assert "The signal is lost (explosion at block 2 of encoder.block)." in page
     odd = render([measured(verdict=Verdict("fault", 3, "x"))])
-    assert "A block is at fault (fault at block 3)." in odd
-    assert "fault: one block is unlike the others" in odd
+    assert "Block 3 is at fault." in odd
+    assert "fault: something in a block is not as it should be" in odd
+    assert '<tr class="lost"><th scope="row">✖ block 3' in odd
+
+
+def test_a_headline_says_no_more_than_its_verdict():
+    """A weight that is zero takes no signal away where a shortcut passes it, and notes are not to be overlooked."""
+    dead = render([measured(verdict=Verdict("vanishing", 2, "fc2.weight of block 2 (h.1) is zero."))])
+    assert "Block 2 is at fault." in dead
+    assert "The signal is lost" not in dead
+    doubted = render([measured(notes=("Block 3 (h.2) is frozen.", "h, 3 blocks, was inspected too: preserved."))])
+    assert "The signal reaches the end, but read the note below." in doubted
+    assert "healthy: the signal survives; 1 thing to look at" in doubted

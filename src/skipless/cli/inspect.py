@@ -392,11 +392,13 @@ def _show(console: "Console", found: Inspection) -> None:
     for line in _strips(found):
         console.print(line, soft_wrap=True)
     console.print()
-    colour = "green" if found.verdict.kind == "preserved" else "yellow" if not found.verdict.lost else "red"
+    sound = found.verdict.kind == "preserved" and not found.doubts
+    colour = "red" if found.verdict.lost else "green" if sound else "yellow"
     print_text(console, f"{found.model}: {found.verdict.text}", style=f"bold {colour}", wrap=True)
-    for words in (found.advice, *(f"Note: {note}" for note in found.notes)):
-        if words:
-            print_text(console, words, wrap=True)
+    if found.advice:
+        print_text(console, f"What to change: {found.advice}", wrap=True)
+    for note in found.notes:
+        print_text(console, f"Note: {note}", style="yellow" if note in found.doubts else "", wrap=True)
 
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -22,6 +22,7 @@ _UNIFORM = 1e-9
 _SATURATED = 0.03  # spread of attention that chooses one key
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
+_STILL_APART = 0.8  # mean cosine of locations that attention can choose between
 _CHOOSING = 0.12  # spread below which attention of all blocks together is called saturated
 
 
@@ -177,7 +178,7 @@ def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
         f"Look in {each.name} for a module that is made and not called, for one that is called in its place, and for "
         f"what cuts a branch off: {CUTS}."
     )
-    return blame(each, "vanishing", text, look)
+    return blame(each, "fault", text, look)
 
 
 def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -262,12 +263,13 @@ def _attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
             text = f"{place} lets every location see only itself: the softmax is saturated."
         look = f"Look at the scale of scores in {each.name}, at its mask or bias, and at the size of queries and keys."
         return blame(each, "vanishing", text, look)
-    every = [spread, *others]
-    if len(every) > 1 and median(every) < _CHOOSING and max(every) < 2 * _CHOOSING:
+    apart_yet = {after.block for before, after in pairwise(evidence.signals) if before.cosine_mean < _STILL_APART}
+    every = [s for b, s in evidence.numbers(lambda s: s.attention_spread).items() if b in apart_yet]
+    if each.block in apart_yet and len(every) > 1 and median(every) < _CHOOSING and max(every) < 2 * _CHOOSING:
         text = (
-            f"Attention is saturated in all blocks, from block {each.block} ({each.name}) on: every location puts "
-            f"nearly all of its weight on one key (entropy {median(every):.0%} of a uniform one's), so that scores "
-            "hardly learn."
+            f"Attention is saturated in all blocks whose locations differ, from block {each.block} ({each.name}) on: "
+            f"every location puts nearly all of its weight on one key (entropy {median(every):.0%} of a uniform "
+            "one's), so that scores hardly learn."
         )
         look = (
             "Look at how queries and keys are drawn (too large: a deviation of 1/√width is usual), at the scale of "
@@ -307,8 +309,14 @@ def _other_scale(evidence: Evidence, each: BlockSignal) -> Fault | None:
 
 
 _MIXED = {
-    "result": ("gives what its heads found to other locations", "what attention gives, before the output matrix"),
-    "values": ("cuts its values into heads that hold other locations", "queries, keys and values"),
+    "result": (
+        "what a head finds at one location is handed to another",
+        "what attention gives, (rows, heads, T, head width): it needs transpose(1, 2) before reshape(rows, T, width)",
+    ),
+    "values": (
+        "a head reads pieces of other locations for values",
+        "queries, keys and values: view(rows, T, heads, head width) first, and then transpose(1, 2)",
+    ),
 }
 
 
@@ -317,12 +325,8 @@ def _mixed_heads(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if not mixed:
         return None
     what, where = _MIXED[mixed]
-    text = f"Block {each.block} ({each.name}) mixes heads with locations: it {what}."
-    look = (
-        f"Look in {each.name} at the reshape of {where}: the axis of heads has to be moved by transpose(1, 2), before "
-        "it is merged or after it is cut out."
-    )
-    return blame(each, "fault", text, look)
+    text = f"Block {each.block} ({each.name}) mixes heads with locations: {what}."
+    return blame(each, "fault", text, f"Look in {each.name} at the reshape of {where}.")
 
 
 def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)  # of cosines
 _NAN = float("nan")
+_SOUND = "was inspected too: preserved."
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,11 @@ class Inspection:
     def healthy(self) -> bool:
         """Whether the signal reaches the end: preserved, or merely drifting."""
         return not self.verdict.lost
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Notes that ask for something: all but those on other stacks that are sound."""
+        return tuple(note for note in self.notes if not note.endswith(_SOUND))
 
     def __str__(self) -> str:
         words = [f"{self.model}: {self.verdict.text}", *([self.advice] if self.advice else []), *self.notes]

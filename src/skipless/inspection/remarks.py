@@ -73,9 +73,10 @@ def _straight(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     found = {name: each.straight for name, each in zip(names, evidence.wired, strict=False) if each.straight}
     if found:
         first, second = next(iter(found.values()))
+        which = _blocks(list(found)).rstrip(",")
         yield (
-            f"{_blocks(list(found))}: what {first} gives goes to {second} as it is, so that the two are one linear "
-            "map. An activation between them is missing."
+            f"In {which[0].lower()}{which[1:]}, what {first} gives goes to {second} as it is, so that the "
+            "two are one linear map: an activation between them is missing."
         )
 
 

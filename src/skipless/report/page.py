@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from skipless.inspection.inspection import BlockSignal, Inspection
+from skipless.theory.certificate import Verdict
 
 _MARKS = {
     "preserved": "✔",
@@ -36,7 +37,7 @@ _PLAIN = {
     "explosion": "explosion: numbers leave their range",
     "vanishing": "vanishing: a signal, a gradient or a weight is gone",
     "leak": "leak: a location sees what it must not",
-    "fault": "fault: one block is unlike the others",
+    "fault": "fault: something in a block is not as it should be",
 }
 _HEADS: tuple[tuple[str, str, str], ...] = (
     ("norm² min", "norm_min", "smallest squared norm of a location over the width"),
@@ -135,13 +136,24 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
     if len(inspections) == 1 or (lost and _stacks(inspections)):
         inspection = inspections[0]  # of several stacks, the one at fault
         stack = f" of {inspection.model.partition(', ')[2]}" if len(inspections) > 1 else ""
-        where = "" if inspection.verdict.block is None else f" ({inspection.verdict.words}{stack})"
-        what = "A block is at fault" if inspection.verdict.kind in ("leak", "fault") else "The signal is lost"
-        return f"{what if lost else 'The signal reaches the end'}{where}."
+        verdict = inspection.verdict
+        if lost and _of_a_block(verdict):
+            return f"Block {verdict.block}{stack} is at fault."
+        where = "" if verdict.block is None else f" ({verdict.words}{stack})"
+        doubts = (
+            "" if lost or not inspection.doubts else f", but read the note{'s' * (len(inspection.doubts) > 1)} below"
+        )
+        return f"The signal {'is lost' if lost else 'reaches the end'}{where}{doubts}."
     each = "stacks of blocks" if _stacks(inspections) else "networks"
     if not lost:
         return f"The signal reaches the end of {'both' if len(inspections) == 2 else 'all'} {each}."
     return f"The signal is lost in {len(lost)} of {len(inspections)} {each}."
+
+
+def _of_a_block(verdict: Verdict) -> bool:
+    """Whether something in one block is wrong, be the signal lost by it or not."""
+    named = verdict.text.startswith("Block ") or " of block " in verdict.text
+    return verdict.kind in ("leak", "fault") or named
 
 
 def _stacks(inspections: Sequence[Inspection]) -> bool:
@@ -154,11 +166,15 @@ def _card(index: int, inspection: Inspection) -> str:
     """A verdict in plain words, and the box that shows or hides the network below."""
     verdict = inspection.verdict
     advice = f'<p class="advice"><b>What to change:</b> {escape(inspection.advice)}</p>' if inspection.advice else ""
+    doubted = f"; {len(inspection.doubts)} thing{'s' * (len(inspection.doubts) > 1)} to look at" * bool(
+        inspection.doubts
+    )
+    doubted *= not verdict.lost
     advice += "".join(f'<p class="advice"><b>Note:</b> {escape(note)}</p>' for note in inspection.notes)
     return (
         f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
         f"{_MARKS[verdict.kind]}</span> {escape(inspection.model)}</h3>"
-        f'<p class="kind">{escape(_PLAIN[verdict.kind])}</p><p>{escape(verdict.text)}</p>{advice}'
+        f'<p class="kind">{escape(_PLAIN[verdict.kind])}{doubted}</p><p>{escape(verdict.text)}</p>{advice}'
         f'<label class="toggle"><input type="checkbox" data-network="{index}"> '
         f'<svg class="key" data-key="{index}" width="28" height="10" aria-hidden="true"></svg> show below'
         "</label></article>"
@@ -167,10 +183,10 @@ def _card(index: int, inspection: Inspection) -> str:
 
 def _table(inspection: Inspection, opened: bool) -> str:
     """Numbers of every block; columns nobody measured are left out."""
-    blocks = inspection.blocks
+    blocks, at = inspection.blocks, inspection.verdict.block if inspection.verdict.lost else None
     heads = [head for head in _HEADS if any(_present(getattr(block, head[1])) for block in blocks)]
     cells = "".join(f'<th scope="col" title="{escape(note)}">{escape(name)}</th>' for name, _, note in heads)
-    rows = "\n".join(_row(block, [field for _, field, _ in heads], inspection.verdict.block) for block in blocks)
+    rows = "\n".join(_row(block, [field for _, field, _ in heads], at) for block in blocks)
     return (
         f"<details{' open' * opened}><summary>{escape(inspection.model)}: {len(blocks) - 1} blocks</summary>"
         f'<div class="scroll" tabindex="0" role="region" aria-label="Numbers of {escape(inspection.model)}"><table>'
@@ -179,9 +195,10 @@ def _table(inspection: Inspection, opened: bool) -> str:
 
 
 def _row(block: BlockSignal, fields: Sequence[str], lost_at: int | None) -> str:
-    marked = ' class="lost"' if block.block == lost_at else ""
+    marked = block.block == lost_at
     cells = "".join(f"<td>{_short(getattr(block, field))}</td>" for field in fields)
-    return f'<tr{marked}><th scope="row">{escape(_block_name(block))}</th>{cells}</tr>'
+    name = f"{'✖ ' * marked}{escape(_block_name(block))}"
+    return f'<tr{_FAILED * marked}><th scope="row">{name}</th>{cells}</tr>'
 
 
 def _block_name(block: BlockSignal) -> str:

@@ -63,8 +63,8 @@ function verticalScale(spec, series) {
   const from = spec.settle ? Math.min(...xs) + 0.1 * (Math.max(...xs) - Math.min(...xs)) : -Infinity;
   const late = (s, list) => (list || []).filter((_, i) => s.x[i] >= from);
   let values = series.flatMap((s) => [s.y, s.faint, s.low, s.high, s.dots].flatMap((list) => late(s, list))).filter((v) => v !== null);
-  const positive = values.filter((v) => v > 0);
-  const spread = positive.length ? Math.max(...positive) / Math.min(...positive) : 1;
+  const positive = values.filter((v) => v > 0), reached = positive.concat(spec.reference ?? []);
+  const spread = positive.length ? Math.max(...reached) / Math.min(...reached) : 1;
   const log = Boolean(spec.mayBeLog) && positive.length > 0 && spread > (spec.logAbove ?? 30);
   if (log) values = positive;
   if (spec.reference !== undefined) values = values.concat(spec.reference);

@@ -159,7 +159,8 @@ if (data.networks.length) {
   slider.addEventListener("input", () => { stop(); refresh(); });
   play.addEventListener("click", () => (timer === null ? start() : stop()));
   const linked = /^#block=(\d+)$/.exec(location.hash); // a link may name the depth: report.html#block=12
-  setBlock(linked ? Number(linked[1]) : Infinity);
+  const lost = data.networks.find((network) => network.lost !== null);
+  setBlock(linked ? Number(linked[1]) : lost ? lost.lost : Infinity);
 }
 if (data.curves.length) trainingCharts();
 
