@@ -1,4 +1,4 @@
-"""What an inspection says of the faults of the three catalogues, and of sound networks.
+"""What an inspection says of the faults of the four catalogues, and of sound networks.
 
 python -m tests.inspection.outcomes mistakes     # a table: found, with the right block, with the right cause
 """
@@ -11,13 +11,18 @@ from types import ModuleType
 from zlib import crc32
 
 import transformers
-from tests.inspection import catalogue, held_out, mistakes
+from tests.inspection import catalogue, held_out, mistakes, slips
 from tests.inspection.catalogue import Case, Size, build
 
 from skipless.inspection.inspect import inspect
 from skipless.inspection.inspection import Inspection
 
-SETS: dict[str, ModuleType] = {"catalogue": catalogue, "held_out": held_out, "mistakes": mistakes}
+SETS: dict[str, ModuleType] = {
+    "catalogue": catalogue,
+    "held_out": held_out,
+    "mistakes": mistakes,
+    "slips": slips,
+}
 
 
 @dataclass(frozen=True)
