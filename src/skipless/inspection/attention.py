@@ -170,15 +170,13 @@ def _seen(func, args: tuple, kwargs: dict, out) -> Tensor | None:
         return _of_torch_module(inspect.signature(func).bind(*args, **kwargs).arguments)
     square = isinstance(out, Tensor) and out.dim() in (3, 4) and out.shape[-1] == out.shape[-2] > 1
     if func in _SOFTMAX and square and _over_keys(args, kwargs, out.dim()):
-        every = out if out.dim() == 4 else out[None, :MOST_ROWS]
-        scores = (args[0] if args else kwargs["input"]).reshape(every.shape) if out.dim() == 4 else None
-        rows, heads, length, _ = every.shape
+        given = args[0] if args else kwargs["input"]
+        scores = given if out.dim() == 4 else given[None, :MOST_ROWS]
+        rows, heads, length, _ = scores.shape
 
         def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-            some = every[row][:, queries]
-            if scores is None:
-                return some, some > 0
-            return some, scores[row][:, queries] > torch.finfo(scores.dtype).min / 2  # a saturated softmax has zeros
+            some = scores[row][:, queries]
+            return some.to(wide(some)).softmax(-1), some > torch.finfo(scores.dtype).min / 2  # it may saturate at zero
 
         return summed((rows, heads, length, length), weights, out.device)
     return None

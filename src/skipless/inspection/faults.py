@@ -17,8 +17,8 @@ _GRADIENT_JUMP = 1e6  # the same of squared gradients
 _INPUT_GRADIENT_JUMP = 1e10  # before the first block, whose norm divides by the size of a small embedding
 _UNDERFLOW = 1e-12  # below this squared gradients may come to 0 by rounding
 _DIP = 1e-4  # a gradient this much smaller than its siblings'
-# 1 − spread of attention that is uniform up to rounding. A small embedding before the first norm comes to about 1e-5.
-_UNIFORM = 1e-9
+# 1 − spread of attention that is uniform up to rounding. A small embedding without a norm before it comes to 1e-11.
+_UNIFORM = 1e-13
 _SATURATED = 0.03  # spread of attention that chooses one key
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
@@ -289,6 +289,16 @@ def _attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return None
 
 
+def _looks_back_only(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A causal mask in one block, where the others look both ways."""
+    ahead = evidence.numbers(lambda s: s.attention_ahead)
+    others = others_than(ahead, each.block)
+    if ahead.get(each.block) != 0 or len(others) < 2 or not min(others) > 0.01:
+        return None
+    text = f"Block {each.block} ({each.name}) sees only what came before, while the other blocks look both ways."
+    return blame(each, "fault", text, f"Look in {each.name} for a causal mask, or is_causal=True.")
+
+
 def _other_scale(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """Scores that are multiplied by something else than in the other blocks, which agree."""
     scales = evidence.wirings(lambda wired: wired.scale)
@@ -457,6 +467,7 @@ _RULES = (
     _mixed_heads,
     _norm_jump,
     _attention,
+    _looks_back_only,
     _other_scale,
     _unchanged,
     _no_gradient,

@@ -121,10 +121,13 @@ class GradientTaker:
                 "an inspection would set them off: inspect before they are added"
             )
         self._saved = [p.grad for p in self._parameters]
-        owners = {id(m.parameter): (index, m) for index, block in enumerate(self._blocks) for m in block}
+        owners: dict[int, list[tuple[int, Member]]] = {}  # blocks may share a parameter
+        for index, block in enumerate(self._blocks):
+            for member in block:
+                owners.setdefault(id(member.parameter), []).append((index, member))
         for parameter in self._parameters:
             parameter.grad = None
-            hook = parameter.register_post_accumulate_grad_hook(self._taker(owners.get(id(parameter))))
+            hook = parameter.register_post_accumulate_grad_hook(self._taker(owners.get(id(parameter), [])))
             self._open.callback(hook.remove)
         for squares, block in zip(self._squares, self._blocks, strict=True):
             squares.update(_nothing(block))
@@ -135,11 +138,12 @@ class GradientTaker:
         for parameter, gradient in zip(self._parameters, self._saved, strict=True):
             parameter.grad = gradient
 
-    def _taker(self, owner: tuple[int, Member] | None):
+    def _taker(self, owners: Sequence[tuple[int, Member]]):
         def take(parameter: Tensor) -> None:
-            if owner is not None and parameter.grad is not None:
-                self._reached.add(id(owner[1].parameter))
-                _add(self._squares[owner[0]], owner[1], parameter.grad)
+            if parameter.grad is not None:
+                self._reached.add(id(parameter))
+                for index, member in owners:
+                    _add(self._squares[index], member, parameter.grad)
             parameter.grad = None
 
         return take

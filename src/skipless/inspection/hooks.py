@@ -41,6 +41,7 @@ class Recorder:
         self.current: int | None = None
         self.refused: str | None = None
         self.started = math.inf
+        self.lifted = False  # whether what enters the first block came without a gradient
         self.attached: dict[int, bool] = {}
         self._carries: dict[int, Tensor] = {}
         self._handed: dict[int, Tensor] = {}
@@ -140,6 +141,7 @@ class Recorder:
             if index == 1:
                 self.started = time.perf_counter()
                 if not x.requires_grad and not self.live and torch.is_grad_enabled() and is_called(module):
+                    self.lifted = True
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = exchanged(args, kwargs, x, lifted)
                     x = lifted

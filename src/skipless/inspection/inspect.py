@@ -278,7 +278,7 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
             for recorder in recorders:
                 listening.enter_context(recorder)
             output = model(*args, **kwargs)
-        notes = list(of_model(model, output))
+        notes = list(of_model(model, output, [each.blocks[0][0] for each in recorders if each.lifted]))
         if loss is not None:
             loss(output).backward()
         del output  # the head's part of the graph is not needed

@@ -1,6 +1,8 @@
 """Remarks: what may be meant, or takes no signal away, said as a note and not as a verdict."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from skipless.inspection.probes import Seen, drowned
 from skipless.inspection.stacks import Block, plain_lists
 
 _DROPPED = 0.9  # a share that no one drops on purpose
+_EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 
 def remarks(blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
@@ -22,8 +25,11 @@ def remarks(blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator
     yield from _probed(names, seen)
     yield from _frozen(blocks, names)
     yield from _dropped(blocks)
+    yield from _epsilons(blocks)
+    yield from _shared(blocks, names)
     yield from _copies(names, evidence.weights)
     yield from _without_attention(names, evidence.signals[1:], evidence.weights)
+    yield from _norms_of_zero(evidence)
     yield from _unused(evidence)
     yield from _straight(names, evidence)
 
@@ -54,6 +60,19 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
         )
 
 
+def _norms_of_zero(evidence: Evidence) -> Iterator[str]:
+    """Norms that multiply by zero in all blocks, so that no branch adds anything. Some add one to their weights."""
+    first = evidence.weights[0] if evidence.weights else {}
+    scales = [label for label, weight in first.items() if weight.group == "norm" and not label.endswith("bias")]
+    zero = [label for label in scales if all(label in own and own[label].size == 0 for own in evidence.weights)]
+    still = all(math.isclose(x.norm_mean, y.norm_mean, rel_tol=1e-9) for x, y in pairwise(evidence.signals))
+    if zero and still:
+        yield (
+            f"Every block hands on what it reads unchanged, since {listed(zero)} of all blocks are zero. Weights of "
+            "norms start at 1."
+        )
+
+
 def _unused(evidence: Evidence) -> Iterator[str]:
     """Parameters that no block uses."""
     if not evidence.unused:
@@ -80,9 +99,10 @@ def _straight(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
         )
 
 
-def of_model(model: nn.Module, output: Any) -> Iterator[str]:
-    """Of the whole model and of what it gives."""
+def of_model(model: nn.Module, output: Any, cut: Sequence[str]) -> Iterator[str]:
+    """Of the whole model and of what it gives. cut: first blocks whose input hands no gradient back."""
     yield from _untied(model)
+    yield from _embedding_cut(model, cut)
     yield from _unregistered(model)
     try:
         logits = logits_of(output)
@@ -92,6 +112,20 @@ def of_model(model: nn.Module, output: Any) -> Iterator[str]:
         yield (
             "What the model gives are probabilities: none is negative and each location's sum to 1. Cross-entropy "
             "takes logits, since it has a softmax of its own: leave out the last one."
+        )
+
+
+def _embedding_cut(model: nn.Module, cut: Sequence[str]) -> Iterator[str]:
+    tables = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.weight.requires_grad
+    ]
+    before = [name for name in tables if not any(name.startswith(f"{block.rpartition('.')[0]}.") for block in cut)]
+    if cut and before:
+        yield (
+            f"What enters {listed(cut)} is cut off from {listed(before)}, which is to learn and gets no gradient. Look "
+            f"between them for {CUTS}."
         )
 
 
@@ -130,6 +164,39 @@ def _dropped(blocks: Sequence[Block]) -> Iterator[str]:
                         "inspection runs in evaluation mode, where nothing is dropped."
                     )
                     break
+
+
+def _epsilons(blocks: Sequence[Block]) -> Iterator[str]:
+    """A number that a norm adds to what it divides by, so large that it decides."""
+    for name, block in blocks:
+        for inner, module in block.named_modules():
+            eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+            if "norm" in type(module).__name__.lower() and isinstance(eps, int | float) and eps >= _EPSILON:
+                yield (
+                    f"The epsilon of {name}.{inner} is {eps:g}, where 1e-5 is usual: what is smaller than its root is "
+                    "not brought to norm 1. If that is not meant: look at the arguments of that norm, and of its "
+                    "siblings."
+                )
+                return
+
+
+def _shared(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
+    """Parameters that several blocks have in common, as one object."""
+    owners: dict[int, list[int]] = {}
+    labels: dict[int, str] = {}
+    for index, (_, block) in enumerate(blocks):
+        for label, parameter in block.named_parameters():
+            owners.setdefault(id(parameter), []).append(index)
+            labels.setdefault(id(parameter), label)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for key, found in owners.items():
+        if len(found) > 1:
+            groups.setdefault(tuple(found), []).append(labels[key])
+    for found, shared in groups.items():
+        yield (
+            f"{_blocks([names[index] for index in found])} share {listed(shared)}: they are the same parameters. If "
+            "that is not meant: make a module for each block."
+        )
 
 
 def _copies(names: Sequence[str], weights: Sequence[Mapping[str, Weight]]) -> Iterator[str]:

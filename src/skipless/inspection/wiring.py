@@ -182,7 +182,8 @@ class Wiring(TorchFunctionMode):
                 continue
             parts = y.chunk(3, -1) if y.numel() == 3 * v.numel() else (y,) if y.numel() == v.numel() else ()
             if any(torch.equal(part[0].reshape(-1), v[0].reshape(-1)) for part in parts):
-                self._note(index, mixed="values")
+                right = any(torch.equal(part[0].reshape(-1), v[0].transpose(0, 1).reshape(-1)) for part in parts)
+                self._note(index, mixed="" if right else "values")
 
     def _merged(self, index: int, x: Tensor, result: Tensor) -> None:
         """What attention gave, (rows, heads, T, head width), as the next matrix reads it."""
