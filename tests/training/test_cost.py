@@ -213,5 +213,7 @@ def test_what_cannot_be_counted_is_refused():
         Step(SMALL, 1, 512, optimizer="soap")
     with pytest.raises(ValueError, match="norm is 'post'"):
         Step(preset("wikitext103/pre-ln", norm="post"), 1, 512)
+    with pytest.raises(ValueError, match="one of images, whose steps were not measured"):
+        Step(preset("vit/mirrored"), rows=1, length=64)
     with pytest.raises(ValueError, match="position is 'relative'"):
         Parameters.of(SMALL.replace(position="relative"))

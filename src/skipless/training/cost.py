@@ -49,8 +49,11 @@ class Parameters:
         if model.position == "relative":
             raise ValueError("position is 'relative', whose matrices are not counted; use 'rope' or 'none'")
         hidden, width, heads = model.hidden or 0, model.width, model.heads
-        tables = model.vocab_size * width * (1 if model.tied_head or model.head != "lm" else 2)
-        matrices = (model.matrix_parameters - model.vocab_size * width * (1 if model.tied_head else 2)) // model.depth
+        images, rows = model.images, model.vocab_size
+        patches = None if images is None else (images.patch_numbers + images.length) * width
+        tables = patches or rows * width * (1 if model.tied_head or model.head != "lm" else 2)
+        counted = patches or rows * width * (1 if model.tied_head else 2)
+        matrices = (model.matrix_parameters - counted) // model.depth
         parts = 2 if hidden else 1
         vectors = hidden + width if hidden and model.mlp_bias else 0
         vectors += parts * width if model.norm != "none" else 0
@@ -96,6 +99,8 @@ class Step:
             raise ValueError(f"optimizer is {self.optimizer!r}; costs are known of 'adam' and 'muon'")
         if self.model.norm == "post":
             raise ValueError("norm is 'post', whose memory is not counted; use 'pre' or 'none'")
+        if self.model.images is not None:
+            raise ValueError("the network is one of images, whose steps were not measured; Parameters.of counts it")
 
     @property
     def tokens(self) -> int:
