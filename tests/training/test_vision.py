@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def test_shares_of_ranks_add_up(folder):
     assert evaluate_images(model, ImageLoader(store, 6), most=7).images == 7
 
 
-def test_what_the_data_say_is_taken_from_them(folder):
+def test_what_the_data_say_is_taken_from_them(folder, caplog):
     experiment = experiment_on(folder)
     manifest = ImageStore(folder).manifest
     assert experiment.model.images == Images(16, 4, 3, manifest.mean, manifest.std)
@@ -166,6 +167,27 @@ def test_what_the_data_say_is_taken_from_them(folder):
     assert (wider.model.length, wider.train.length) == (4, 4)
     kept = with_data(experiment.with_fields({"model.scheme.repeat_rate": 0.3}), given=("model.scheme.repeat_rate",))
     assert kept.model.scheme.repeat_rate == 0.3
+    with_data(experiment.with_fields({"model.scheme.repeat_rate": 0.01}), given=("model.scheme.repeat_rate",))
+    assert "the scheme assumes repeat_rate=0.01 and these images have 0.409" in caplog.text
+
+
+def test_another_folder_may_serve_for_validation(folder, tmp_path, caplog):
+    prepare_images(striped(tmp_path / "other", train=2, test=9), tmp_path / "valid")
+    experiment = experiment_on(folder, steps=2, eval_every=2).with_fields({"data.valid": str(tmp_path / "valid")})
+    result = train(experiment, tmp_path / "run", device="cpu", quiet=True)
+    assert result.valid is not None
+    assert result.valid.images == 18
+    shutil.rmtree(tmp_path / "other" / "test")
+    prepare_images(tmp_path / "other", tmp_path / "alone")
+    none = experiment_on(tmp_path / "alone", steps=2, eval_every=2)
+    assert train(none, tmp_path / "none", device="cpu", quiet=True).valid is None
+    assert "no validation during training" in caplog.text
+    (tmp_path / "other" / "train" / "along").rename(tmp_path / "other" / "train" / "askew")
+    shutil.copytree(tmp_path / "other" / "train", tmp_path / "other" / "test")
+    prepare_images(tmp_path / "other", tmp_path / "classes")
+    other = experiment.with_fields({"data.valid": str(tmp_path / "classes")})
+    with pytest.raises(ValueError, match="cannot serve for validation: its images are of other classes"):
+        train(other, tmp_path / "third", device="cpu", quiet=True)
 
 
 def test_what_does_not_go_together(folder, tmp_path, prepared):
@@ -181,6 +203,7 @@ def test_what_does_not_go_together(folder, tmp_path, prepared):
     )
     refused("is of tokens, and images are asked for", data=DataConfig(folder=str(prepared)))
     refused("a network of images needs some: `skipless prepare", data=DataConfig())
+    refused("data.packed=True is about documents", data=dataclasses.replace(experiment.data, packed=True))
     with pytest.raises(ValueError, match="a network of images needs some"):
         with_data(recipe("vit/mirrored"))
     with pytest.raises(ValueError, match="is of images, and tokens are asked for"):

@@ -79,7 +79,7 @@ def prepare_images(
 
 def _prepare(source: Path, out: Path, options: dict[str, Any], progress: Progress) -> ImageManifest:
     writers: dict[str, _SplitWriter] = {}
-    sides: list[int] = []
+    side: int | None = None
     others: Counter[str] = Counter()
     with ExitStack() as open_files:
         progress.start("decoding")
@@ -87,11 +87,11 @@ def _prepare(source: Path, out: Path, options: dict[str, Any], progress: Progres
             split = SPLITS[picture.part]
             if split not in writers:
                 writers[split] = open_files.enter_context(_SplitWriter(out, split, picture.part))
-            pixels = decode(picture, sides[0] if sides else None)
-            sides.append(pixels.shape[1]) if not sides else None
+            pixels = decode(picture, side)
+            side = pixels.shape[1]
             writers[split].add(picture, pixels)
             progress.advance()
-        if "train" not in writers:
+        if side is None or "train" not in writers:
             raise ValueError(f"{source} holds no pictures to train on: {_SHAPE}")
         classes = tuple(sorted(set(writers["train"].kinds)))
         splits = {split: writer.finish(classes, str(source)) for split, writer in sorted(writers.items())}
@@ -99,11 +99,11 @@ def _prepare(source: Path, out: Path, options: dict[str, Any], progress: Progres
         first = next(iter(others))
         progress.say(f"left out {others.total():,} files that are no pictures, such as {first}")
     mean, std = writers["train"].statistics()
-    manifest = ImageManifest(options, sides[0], CHANNELS, classes, mean, std, splits)
+    manifest = ImageManifest(options, side, CHANNELS, classes, mean, std, splits)
     verify_shards(out, manifest.files, trust=False)
     write_whole(out / MANIFEST, manifest.to_json().encode())
     for name, split in splits.items():
-        progress.say(f"{name}: {split.images:,} images of {sides[0]} × {sides[0]} in {len(classes)} classes")
+        progress.say(f"{name}: {split.images:,} images of {side} × {side} in {len(classes)} classes")
     return manifest
 
 
@@ -261,7 +261,6 @@ class _SplitWriter:
             self._file.finish()
         path = self.folder / f"{self.split}-labels.bin"
         write_whole(path, labels)
-        count = len(self.kinds)
-        size = self.numbers * CHANNELS
-        pixels = ImageFile(self._path.name, size, self._hash.hexdigest())
-        return ImageSplit(count, pixels, ImageFile(path.name, len(labels), hashlib.sha256(labels).hexdigest()))
+        pixels = ImageFile(self._path.name, self.numbers * CHANNELS, self._hash.hexdigest())
+        named = ImageFile(path.name, len(labels), hashlib.sha256(labels).hexdigest())
+        return ImageSplit(len(self.kinds), pixels, named)

@@ -5,7 +5,7 @@ from skipless import lazy
 __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {
-        "config": ["ModelConfig"],
+        "config": ["Images", "ModelConfig"],
         "fold": ["FoldReport", "FoldedTransformer"],
         "generate": ["KVCache", "Sampling", "decode"],
         "presets": ["preset"],

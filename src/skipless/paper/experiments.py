@@ -111,9 +111,9 @@ class Arm:
     tuned at 1. precision and seeds (at the best rate): None is the scale's own. core: whether it is run at every scale;
     other arms are run at the paper's, and with --arms. gain_rate: of the gains of SkipInit and Value-SkipInit; None is
     the optimiser's own. rate: its only rate, if it is not tuned here; middle: that of its grid, where it is not the
-    usual one of its kind. follows: another arm of its table, whose best
-    rates it takes instead of tuning its own; the rate by the law over depth with this power (by_depth). steps_power: of
-    the law over steps (by_steps), by which all rates of its longer runs fall; 0 leaves them as they were tuned.
+    usual one of its kind. follows: another arm of its table, whose best rates it takes instead of tuning its own; the
+    rate by the law over depth with this power (by_depth). steps_power: of the law over steps (by_steps), by which all
+    rates of its longer runs fall; 0 leaves them as they were tuned.
     """
 
     name: str

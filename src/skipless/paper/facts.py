@@ -106,7 +106,7 @@ class ImageSet:
         shares = counts[counts > 0] / counts.sum()
         patch = Images(found.side, Images.patch, found.channels, found.mean, found.std).patch
         return cls(
-            name=str(found.options["images"]["name"]),
+            name=str(found.options.get("images", {}).get("name", folder.name)),
             side=found.side,
             channels=found.channels,
             mean=found.mean,

@@ -33,7 +33,7 @@ MIRRORED = OptimizerConfig(
 )
 GAIN_RATE = 1e-2
 HEAD_WIDTH = 64
-# Networks of images, 12 blocks × 256 over 50 epochs of CIFAR-10: the middle of the grids of paper/vision.py.
+# Networks of images, 12 blocks × 256 over 50 epochs of CIFAR-10: a first guess, around which paper/vision.py tunes.
 IMAGE_EPOCHS, IMAGE_BATCH, IMAGE_COUNT = 50, 256, 50_000
 IMAGE_STEPS = round(IMAGE_EPOCHS * IMAGE_COUNT / IMAGE_BATCH)
 IMAGE_EMBEDDING_RATE, LABEL_SMOOTHING = 2e-3, 0.1
@@ -211,14 +211,8 @@ def with_data(experiment: Experiment, root: str | Path = "data", *, given: Colle
     if rate is not None and assumed is not None:
         if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
             values["model.scheme.repeat_rate"] = round(rate, 3)
-        elif not 0.5 < max(assumed, 1e-4) / max(rate, 1e-4) < 2.0:
-            logger.warning(
-                "the scheme assumes repeat_rate=%g and these tokens have %.3g; norms will drift at initialisation: "
-                "--set model.scheme.repeat_rate=%.3g",
-                assumed,
-                rate,
-                rate,
-            )
+        else:
+            _warn_of_drift(assumed, rate, "tokens")
     if values:
         found = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
         logger.info("from the tokens of %s: %s", experiment.data.folder, found)
@@ -242,16 +236,24 @@ def _with_images(experiment: Experiment, given: Collection[str]) -> Experiment:
     values = {name: value for name, value in values.items() if name not in given}
     experiment = experiment.with_fields(values)
     assert experiment.model.images is not None
-    if hasattr(experiment.model.scheme, "repeat_rate"):
+    scheme: Any = experiment.model.scheme
+    if hasattr(scheme, "repeat_rate"):
         rate = round(store.repeat_rate(experiment.model.images.patch), 3)
         if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
             values["model.scheme.repeat_rate"] = rate
-    logger.info(
-        "from the images of %s: %s",
-        store.folder,
-        ", ".join(f"{name.removeprefix('model.')}={value}" for name, value in values.items()),
-    )
+        else:
+            _warn_of_drift(scheme.repeat_rate, rate, "images")
+    if values:
+        words = ", ".join(f"{name.removeprefix('model.')}={value}" for name, value in values.items())
+        logger.info("from the images of %s: %s", store.folder, words)
     return experiment.with_fields(values)
+
+
+def _warn_of_drift(assumed: float, rate: float, what: str) -> None:
+    """Where a repeat rate that was given is far from that of the data."""
+    if not 0.5 < max(assumed, 1e-4) / max(rate, 1e-4) < 2.0:
+        words = "the scheme assumes repeat_rate=%g and these %s have %.3g; norms will drift at initialisation: "
+        logger.warning(words + "--set model.scheme.repeat_rate=%.3g", assumed, what, rate, rate)
 
 
 def prepared(corpus: str, vocab: int, root: str | Path = "data") -> Path:

@@ -29,14 +29,22 @@ from skipless.paper.experiments import (
     by_depth,
     near,
 )
-from skipless.paper.recipes import GAIN_RATE, IMAGE_BATCH, IMAGE_EMBEDDING_RATE, IMAGE_STEPS, LABEL_SMOOTHING, MIRRORED
+from skipless.paper.recipes import (
+    GAIN_RATE,
+    IMAGE_BATCH,
+    IMAGE_EMBEDDING_RATE,
+    IMAGE_RATES,
+    IMAGE_STEPS,
+    LABEL_SMOOTHING,
+    MIRRORED,
+)
 
 _OPTIMISERS: dict[Optimizer, str] = {"adam": "Adam", "muon": "Muon", "soap": "SOAP"}
 # The middle of each grid at 12 blocks: for Pre-LN what its kind likes, for mirrored networks the best on text at 36
 # blocks times 3, by the law over depth, and lowered since runs are 6 times as long.
 _MIDDLE: dict[str, dict[Optimizer, float]] = {
-    "pre-ln": {"adam": 1e-3, "muon": 1e-2, "soap": 2e-3},
-    "mirrored": {"adam": 5e-4, "muon": 3e-3, "soap": 5e-4},
+    "pre-ln": {"adam": 1e-3, "muon": IMAGE_RATES["pre-ln"], "soap": 2e-3},
+    "mirrored": {"adam": 5e-4, "muon": IMAGE_RATES["mirrored"], "soap": 5e-4},
 }
 _LABELS = {"pre-ln": "Pre-LN", "mirrored": "E-SPA mirrored", "mirrored-u-spa": "U-SPA mirrored"}
 

@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
     {
         "checkpoint": ["load_weights", "save_weights"],
         "config": ["DataConfig", "Experiment", "OptimizerConfig", "TrainConfig"],
-        "evaluate": ["EvalResult", "evaluate_loss", "evaluate_text"],
+        "evaluate": ["EvalResult", "ImageResult", "evaluate_images", "evaluate_loss", "evaluate_text"],
         "run": ["RunFolder", "read_metrics"],
         "tasks": ["score_tasks"],
         "trainer": ["Result", "train"],

@@ -178,16 +178,18 @@ def evaluate_images(
     nats, right = (torch.zeros((), dtype=torch.float64, device=place) for _ in range(2))
     images, training = 0, model.training
     model.eval()
-    with torch.no_grad(), autocast(precision, place), loader.sweep() as batches:
-        for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
-            own = int((loader.shuffle.share(first) < wanted).sum())
-            pixels = batch.pixels if len(batch.pixels) else torch.zeros(1, *loader.store.shape, dtype=torch.uint8)
-            logits = model(pixels.to(place))[:own].double()
-            targets = batch.targets[:own].to(place)
-            nats += nn.functional.cross_entropy(logits, targets, reduction="sum") if own else 0.0
-            right += (logits.argmax(dim=1) == targets).sum()
-            images += own
-    model.train(training)
+    try:
+        with torch.no_grad(), autocast(precision, place), loader.sweep() as batches:
+            for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
+                own = int((loader.shuffle.share(first) < wanted).sum())
+                pixels = batch.pixels if len(batch.pixels) else torch.zeros(1, *loader.store.shape, dtype=torch.uint8)
+                logits = model(pixels.to(place))[:own].double()
+                targets = batch.targets[:own].to(place)
+                nats += nn.functional.cross_entropy(logits, targets, reduction="sum") if own else 0.0
+                right += (logits.argmax(dim=1) == targets).sum()
+                images += own
+    finally:
+        model.train(training)
     if not images and loader.world > 1:
         return ImageResult(0.0, 0.0, 0)
     return ImageResult.of(float(nats), float(right), images)

@@ -77,12 +77,7 @@ class ImageFeed:
         check_images(experiment, store.manifest)
         shape = (config.batch_size, config.seed, world.rank, world.size)
         self.loader = ImageLoader(store, *shape, augmentation=Augmentation(data.crop, data.flip))
-        self.valid = None
-        if config.eval_every and "valid" in store.manifest.splits:
-            held_out = ImageStore(data.folder or "", "valid")
-            self.valid = ImageLoader(held_out, config.batch_size, 0, world.rank, world.size)
-        elif config.eval_every:
-            logger.warning("no validation during training: %s has no images for it", data.folder)
+        self.valid = self._held_out(experiment, store) if config.eval_every else None
 
     @property
     def validates(self) -> bool:
@@ -96,6 +91,18 @@ class ImageFeed:
         most = max(config.eval_tokens // config.length, 1)
         share = evaluate_images(model, self.valid, most=most, device=world.device, precision=config.precision)
         return ImageResult.of(*world.totals(share.loss * share.images, share.accuracy * share.images, share.images))
+
+    def _held_out(self, experiment: Experiment, trained: ImageStore) -> ImageLoader | None:
+        other, config, world = experiment.data.valid, self.config, self.world
+        if other is None and "valid" not in trained.manifest.splits:
+            logger.warning("no validation during training: %s has no images for it", trained.folder)
+            return None
+        store = ImageStore(other or trained.folder, "valid")
+        if store.manifest.classes != trained.manifest.classes or store.shape != trained.shape:
+            raise ValueError(
+                f"data.valid={other} cannot serve for validation: its images are of other classes or sizes"
+            )
+        return ImageLoader(store, config.batch_size, 0, world.rank, world.size)
 
 
 Feed = TextFeed | ImageFeed  # all that the loop knows of the data
@@ -117,6 +124,8 @@ def check_images(experiment: Experiment, manifest: ImageManifest) -> None:
     """Refuse a network that is not of the folder's images, with the settings that are."""
     model, folder = experiment.model, experiment.data.folder
     assert model.images is not None
+    if experiment.data.packed:
+        raise ValueError("data.packed=True is about documents, and images are none; use --set data.packed=false")
     pairs = {
         "model.images.side": (model.images.side, manifest.side),
         "model.images.channels": (model.images.channels, manifest.channels),
