@@ -109,8 +109,9 @@ class ImageLoader:
         rows, augmentation = self._rows(self.shuffle.at(step), pin), self.augmentation
         if augmentation is None:
             return rows
-        moves = torch.from_numpy(augmentation.moves(self.shuffle.samples(step), self.seed))
-        return ImageBatch(rows.pixels, rows.targets, moves.pin_memory() if pin else moves, augmentation.crop)
+        moves = torch.empty(len(rows.targets), 3, dtype=torch.int64, pin_memory=pin)
+        moves.numpy()[:] = augmentation.moves(self.shuffle.samples(step), self.seed)
+        return ImageBatch(rows.pixels, rows.targets, moves, augmentation.crop)
 
     def _rows(self, numbers: np.ndarray, pin: bool = False) -> ImageBatch:
         pixels = torch.empty(len(numbers), *self.store.shape, dtype=torch.uint8, pin_memory=pin)
