@@ -14,6 +14,7 @@ from skipless.paper.experiments import (
     PaperTable,
     Setting,
     by_depth,
+    by_steps,
     expected,
     kind,
 )
@@ -42,10 +43,12 @@ def test_every_arm_is_an_experiment_at_every_size(table: PaperTable, scale, text
 @each_table
 def test_arms_of_an_item_are_equal_but_for_what_they_compare(table: PaperTable, text: Text) -> None:
     scale = SCALES["small"]
-    rates = [by_depth(1e-3, arm.model(scale, text).depth, power=arm.depth_power) for arm in table.arms]
-    experiments = [
-        arm.experiment(scale, text, rate if arm.follows else 1e-3) for arm, rate in zip(table.arms, rates, strict=True)
+    depths = [by_depth(1e-3, arm.model(scale, text).depth, power=arm.depth_power) for arm in table.arms]
+    rates = [
+        by_steps(rate if arm.follows else 1e-3, arm.step_multiples[-1], arm.steps_power)
+        for arm, rate in zip(table.arms, depths, strict=True)
     ]
+    experiments = [arm.experiment(scale, text, rate) for arm, rate in zip(table.arms, rates, strict=True)]
     usual = scale.schedule(table.arms[0].corpus)
     schedules = {replace(usual, precision=arm.precision or usual.precision) for arm in table.arms}
     assert {experiment.train for experiment in experiments} == schedules

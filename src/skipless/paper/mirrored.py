@@ -177,8 +177,11 @@ LONGER = PaperTable(
     (
         *(
             replace(ARMS[way][kind], step_multiples=(1.0, 3.0))
-            for way in ("adam", "muon")
-            for kind in ("pre-ln", "mirrored-identity", "mirrored-gain")
+            for way, kinds in {
+                "adam": ("pre-ln", "mirrored-identity", "mirrored-gain"),
+                "muon": ("pre-ln", "mirrored-gain"),
+            }.items()
+            for kind in kinds
         ),
         replace(
             ARMS["muon"]["mirrored-gain"],
