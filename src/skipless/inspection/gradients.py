@@ -54,7 +54,7 @@ def members(block: nn.Module) -> list[Member]:
 
 def _member(block: nn.Module, name: str, parameter: nn.Parameter) -> Member:
     parts = name.lower().split(".")
-    in_attention = any("attn" in part or "attention" in part for part in parts[:-1])
+    in_attention = any("attn" in word or "attention" in word for word in (*parts[:-1], *_classes(block, name)))
     if in_attention and any(part in _FUSED for part in parts):
         return _fused(block, name, parameter)
     for group, names in _NAMES.items():
@@ -65,6 +65,16 @@ def _member(block: nn.Module, name: str, parameter: nn.Parameter) -> Member:
     if in_attention:
         return Member(name, parameter, "output" if any(p in ("weight", "bias") for p in parts[-1:]) else "other")
     return Member(name, parameter, "mlp" if parts[-1] in ("weight", "bias") else "other")
+
+
+def _classes(block: nn.Module, name: str) -> Iterator[str]:
+    """Classes of those modules around a parameter that are members of a list, and so have no name; in lower case."""
+    owner = block
+    for part in name.split(".")[:-1]:
+        listed = isinstance(owner, nn.ModuleList | nn.Sequential)
+        owner = owner.get_submodule(part)
+        if listed:
+            yield type(owner).__name__.lower()
 
 
 def _fused(block: nn.Module, name: str, parameter: nn.Parameter) -> Member:

@@ -1,8 +1,6 @@
 """Remarks: what may be meant, or takes no signal away, said as a note and not as a verdict."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -61,14 +59,14 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
 
 
 def _norms_of_zero(evidence: Evidence) -> Iterator[str]:
-    """Norms that multiply by zero in all blocks, so that no branch adds anything. Some add one to their weights."""
+    """Norms that multiply by zero in all blocks, so that branches read nothing: no gradient reaches values. Some norms
+    add one to their weights, and start at zero."""
     first = evidence.weights[0] if evidence.weights else {}
     scales = [label for label, weight in first.items() if weight.group == "norm" and not label.endswith("bias")]
     zero = [label for label in scales if all(label in own and own[label].size == 0 for own in evidence.weights)]
-    still = all(math.isclose(x.norm_mean, y.norm_mean, rel_tol=1e-9) for x, y in pairwise(evidence.signals))
-    if zero and still:
+    if zero and all(each.parameter_gradients.get("value") == 0 for each in evidence.signals[1:]):
         yield (
-            f"Every block hands on what it reads unchanged, since {listed(zero)} of all blocks are zero. Weights of "
+            f"Branches of every block read nothing but zeros, since {listed(zero)} of all blocks are zero. Weights of "
             "norms start at 1."
         )
 
