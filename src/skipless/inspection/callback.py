@@ -64,8 +64,8 @@ class SignalCallback:
 
     The first row of the step's own batch is measured by hooks that exist during that step only; padding is left out
     where the model is called with an attention_mask, (batch, T). The first call is always measured; a later one waits
-    until all measuring, its own expected cost included, is within `budget` of the time since then. Every stack of
-    blocks is watched: metrics are of the one at fault, or of the longest.
+    until all measuring, its own expected cost included, is within `budget` of the time since then; with budget=1
+    none waits. Every stack of blocks is watched: metrics are of the one at fault, or of the longest.
     history holds (step, Inspection); log(step, metrics) goes to the "skipless" logger unless given.
     """
 
@@ -108,7 +108,7 @@ class SignalCallback:
         now = time.perf_counter()
         if not self.history:
             self._started = now
-        elif step < self._next or self.seconds + self._latest > self.budget * (now - self._started):
+        elif step < self._next or (self.budget < 1 and self._over_budget(now)):
             return
         if _compiled(self.model):
             self._open.enter_context(uncompiled(self.model))  # hooks do not run in compiled code
@@ -117,6 +117,9 @@ class SignalCallback:
         for recorder in self._recorders:
             self._open.enter_context(recorder)
             self._open.enter_context(informed(self.model, recorder))
+
+    def _over_budget(self, now: float) -> bool:
+        return self.seconds + self._latest > self.budget * (now - self._started)
 
     def finish(self, step: int) -> dict[str, float] | None:
         """After its backward, before gradients are cleared: take the hooks away, log, and return what was logged."""
