@@ -20,6 +20,13 @@ CASES = {
     },
     "mirrored": {"mlp_init": "mirrored"},
     "identity-values": {"mlp_init": "mirrored", "value_output": "identity"},
+    "readers": {
+        "mlp_init": "mirrored",
+        "value_output": "identity",
+        "bias_gain": True,
+        "readers": 2,
+        "kv_heads": 4,
+    },
     "untied": {"tied_head": False},
     "bias-gain": {"bias_gain": True, "scheme": ExponentialSPA(gamma_final=0.1, repeat_rate=0.01)},
 }

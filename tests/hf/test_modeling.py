@@ -138,7 +138,7 @@ def test_attentions_are_the_softmax_rows_that_act(any_native, tokens):
     """Heads of the last token's attention, mixed by hand, equal the module's output; a cache changes nothing."""
     wrapped = SkiplessForCausalLM.from_native(any_native).double()
     whole = wrapped(tokens, output_attentions=True).attentions
-    assert [weights.shape for weights in whole] == [(3, 4, 20, 20)] * 4
+    assert [weights.shape for weights in whole] == [(3, 4 + any_native.config.readers, 20, 20)] * 4
     torch.testing.assert_close(whole[1].sum(-1), torch.ones_like(whole[1].sum(-1)))
     taken = []
     attention = any_native.blocks[1].layers()[0]
@@ -152,8 +152,7 @@ def test_attentions_are_the_softmax_rows_that_act(any_native, tokens):
     inputs = attention.inputs(x, positions)
     row_scale = torch.as_tensor(inputs.bias.row_scale)[: min(20, len(inputs.bias.row_scale))]
     mixed = row_scale.reshape(-1, 1) * (whole[1] @ inputs.v.repeat_interleave(inputs.groups, dim=1))
-    mixed = attention._with_own_values(mixed, inputs.v)
-    torch.testing.assert_close(attention.output(mixed.transpose(1, 2).flatten(2)), out)
+    torch.testing.assert_close(attention.finish(mixed, inputs.v, mixed.dtype), out)
 
 
 @torch.no_grad()

@@ -233,11 +233,19 @@ def results(module, x, positions=None) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), [x, *(p for p in module.parameters() if p.requires_grad)])]
 
 
-@pytest.mark.catalogue(4)
+VALUES = {
+    "identity": {"value_output": "identity"},
+    "readers": {"value_output": "identity", "bias_gain": True, "readers": 2},
+}
+
+
+@pytest.mark.catalogue(5)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("values", ["trained", "frozen", "identity"])
+@pytest.mark.parametrize("values", ["trained", "frozen", "identity", "readers"])
 def test_a_module_in_compiled_training_gives_what_it_gives_otherwise(packed, values, request):
-    module = build(value_output="identity" if values == "identity" else "trained")
+    module = build(**VALUES.get(values, {}))
+    if values == "readers":  # away from 0, where they would add nothing
+        torch.nn.init.normal_(module.output.weight, std=0.1)
     if values == "frozen":
         module.value.requires_grad_(False)
     assert len(module.qkv_layers()) == (3 if values == "trained" else 2)

@@ -30,11 +30,15 @@ NETWORK = ModelConfig(
 
 
 IDENTITY = NETWORK.replace(mlp_init="mirrored", value_output="identity")
+READERS = IDENTITY.replace(bias_gain=True, readers=2)
 FROZEN = {"value": 0.0, "output": 0.0}
 each_network = pytest.mark.parametrize(
     ("network", "roles", "joined"),
-    [(NETWORK, {}, 3), (NETWORK, FROZEN, 2), (IDENTITY, {}, 2), (IDENTITY.replace(kv_heads=1), {}, 2)],
-    ids=["all", "frozen", "identity", "identity-grouped"],
+    [
+        (NETWORK, {}, 3), (NETWORK, FROZEN, 2), (IDENTITY, {}, 2), (IDENTITY.replace(kv_heads=1), {}, 2),
+        (READERS, {}, 2),
+    ],
+    ids=["all", "frozen", "identity", "identity-grouped", "readers"],
 )  # fmt: skip
 
 

@@ -332,6 +332,7 @@ def _heads(decoder: Decoder, config: ModelConfig) -> list[Change]:
         changes.append(Change("heads", before, f"{config.heads} of width {width}", "Heads here split the width evenly"))
     if config.value_output == "identity":
         after = f"none: the input split into {config.heads} heads"
+        after += f"; of {config.readers} readers" if config.readers else ""
         changes.append(Change("W_V and W_O", f"{decoder.kv_heads} heads of values", after, "Asked for"))
     return changes
 

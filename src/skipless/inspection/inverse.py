@@ -73,6 +73,8 @@ def _solved(part: SubBlock, y: Tensor, args: tuple, sweeps: int) -> Tensor:
         return _swept(inner, lambda x, gap: _through_mlp(inner, x, gap), y, torch.zeros_like(y), sweeps)
     if not isinstance(inner, ShapedAttention) or not inner.shape.causal or inner.value_gains is not None:
         raise ValueError("only causal attention without gains on values can be inverted")
+    if inner.options.readers:
+        raise ValueError("attention with readers is a sum of products of its input, and is not inverted; use readers=0")
     x = torch.zeros_like(y)
     return _swept(lambda x: inner(x, *args), lambda x, gap: _through_attention(inner, x, gap, args[0]), y, x, sweeps)
 

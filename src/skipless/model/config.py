@@ -87,7 +87,8 @@ class ModelConfig:
     query_key None means zero-query for SPA, normal otherwise. mlp_init None means as `init`; "mirrored" pairs hidden
     units of opposite sign, so that every MLP starts as an exact rotation of its input (docs/derivations.md).
     value_output="identity" leaves W_V and W_O out: attention mixes the input itself, split by head.
-    kv_heads below heads then shares keys alone: values stay all heads of the input.
+    kv_heads below heads then shares keys alone: values stay all heads of the input. readers adds so many heads with W_V
+    and W_O of their own, whose W_O starts at 0, to those that carry the input (docs/derivations.md).
     tied_head=False gives a language model an unembedding of its own in place of the embedding's rows.
     images: patches of them are the locations, in place of tokens; length is their number, vocab_size is not used, and
     rotary positions turn by row and column.
@@ -119,6 +120,7 @@ class ModelConfig:
     value_output: ValueOutput = "trained"
     tied_head: bool = True
     images: Images | None = None
+    readers: int = 0
 
     def __post_init__(self):
         _check_kinds(self)
@@ -134,6 +136,7 @@ class ModelConfig:
         _check_sizes(self)
         _check_choices(self)
         _check_images(self)
+        _check_readers(self)
         given = self.activation
         if given is not None and not isinstance(given, ShapedActivation | str):
             given = base_name(given)  # a function of the user's own
@@ -179,11 +182,17 @@ class ModelConfig:
         return self.activation
 
     @property
+    def reader_width(self) -> int:
+        """Features of all readers together: rows of their W_Q, W_K and W_V."""
+        return self.readers * (self.width // self.heads)
+
+    @property
     def matrix_parameters(self) -> int:
         """Entries of all weight matrices, the shared embedding included: what is quoted as a model's size."""
         kv = self.width // self.heads * (self.kv_heads or self.heads)
         values = self.width**2 + self.width * kv if self.value_output == "trained" else 0
-        block = self.width**2 + self.width * kv + values + 2 * self.width * (self.hidden or 0)
+        readers = 4 * self.width * self.reader_width
+        block = self.width**2 + self.width * kv + values + readers + 2 * self.width * (self.hidden or 0)
         rows = self.vocab_size * (1 if self.tied_head else 2)
         if self.images is not None:
             rows = self.images.patch_numbers + self.images.length
@@ -326,6 +335,7 @@ def check_names(kind: Any, data: Mapping[str, Any]) -> None:
 
 
 _LEAST = {"vocab_size": 1, "width": 1, "depth": 1, "heads": 1, "kv_heads": 1, "hidden": 0, "length": 1, "classes": 0}
+_LEAST |= {"readers": 0}
 _MOST = (1 << 31) - 1
 _CHOICES = {
     "norm": ("none", "pre", "post"),
@@ -414,6 +424,24 @@ def _check_images(config: ModelConfig) -> None:
             f"head width {wide} is not a multiple of 4, and rotary positions of images turn one half by the row and "
             f"one by the column; the nearest is {max(round(wide / 4), 1) * 4}"
         )
+
+
+def _check_readers(config: ModelConfig) -> None:
+    """Refuse readers where there is nothing for them to be added to, or no gain that could start at 0."""
+    if not config.readers:
+        return
+    rule = (
+        "a reader is a head beyond those that carry the stream by the shape of SPA without W_V and W_O; it starts with "
+        "a gain of 0 on the bias and shares no keys"
+    )
+    if not config.preserves_signal:
+        raise ValueError(f"readers={config.readers} with {shortened(config.scheme)}: {rule}; use E-SPA")
+    needs = {"value_output": "identity", "bias_gain": True, "kv_heads": config.heads}
+    if config.position == "relative":
+        needs["position"] = "rope"
+    for name, value in needs.items():
+        if (seen := getattr(config, name)) != value:
+            raise ValueError(f"readers={config.readers} with {name}={seen!r}: {rule}; use {name}={value!r}")
 
 
 def _check_choices(config: ModelConfig) -> None:

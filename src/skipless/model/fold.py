@@ -17,7 +17,7 @@ The first block keeps its three matrices: before it stands the embedding, whose 
 In attention-only models W_O goes into the next block's three matrices (25 % of all blocks but the last).
 Sub-blocks' residual weights are folded too. Value-SkipInit's two gains stay: they cost nothing.
 Where W_V and W_O are the identity there is nothing to merge but the activation's constants: a stream of another basis
-would have to be rotated back for the values.
+would have to be rotated back for the values. Readers' W_V and W_O stay: what they give is added to the stream.
 """
 
 import json
@@ -142,11 +142,12 @@ class Folding:
         return self.config.mlp_bias or self.shaped.input_shift != 0.0 or self.shaped.output_shift != 0.0
 
     def keeps_output(self, index: int) -> bool:
-        """Whether block `index` still has W_O: only the last of an attention-only model, which has no matrix behind.
+        """Whether block `index` still has W_O: that of readers, and the last of an attention-only model, which has no
+        matrix behind.
 
         Where W_O is the identity it is nowhere.
         """
-        return not self.config.hidden and index == self.config.depth - 1
+        return bool(self.config.readers) or (not self.config.hidden and index == self.config.depth - 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -217,8 +218,13 @@ def _merged_blocks(model: Transformer, folding: Folding) -> Iterator[Weights]:
 
 
 def _read(block: Block) -> Weights:
-    """A block's matrices and biases in float64, with the sub-blocks' residual weights multiplied in."""
-    layers = {name: getattr(_attention(block), name) for name in (*STREAMS, "output")}
+    """A block's matrices and biases in float64, with the sub-blocks' residual weights multiplied in.
+
+    Those of readers' values are left out: nothing is merged with them.
+    """
+    attention = _attention(block)
+    names = ("query", "key") if attention.options.readers else (*STREAMS, "output")
+    layers = {name: getattr(attention, name) for name in names}
     weights = {name: _exact(layer.weight) for name, layer in layers.items() if isinstance(layer, nn.Linear)}
     if "output" in weights:
         weights["output"] = weights["output"] * block.attention.residual
@@ -409,7 +415,7 @@ def _report(
 
 def _why_not(folding: Folding, index: int, conditions: dict[Stream, float]) -> str:
     if folding.config.value_output == "identity":
-        return "W_V and W_O are the identity: only the activation's constants are merged"
+        return "values are the stream itself: only the activation's constants are merged"
     if index == 0:
         return "the first block reads the embedding, which stays as it is"
     if not folding.config.hidden:

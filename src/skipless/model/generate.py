@@ -177,7 +177,8 @@ def _check_memory(model: "Transformer", tokens: Tensor, slots: int) -> None:
     config = model.config
     keys = config.width // config.heads * (config.kv_heads or config.heads)
     values = keys if config.value_output == "trained" else config.width
-    size = float(len(tokens) * slots * len(model.blocks) * (keys + values) * model.embedding.weight.element_size())
+    numbers = keys + values + 2 * config.reader_width
+    size = float(len(tokens) * slots * len(model.blocks) * numbers * model.embedding.weight.element_size())
     if not tokens.is_cuda:
         check_fits(size, f"keeping the keys and values of {slots:,} tokens", "lower max_new_tokens")
 

@@ -50,6 +50,7 @@ class Transformer(nn.Module):
             bias_gain=config.bias_gain,
             value_gain_per_head=getattr(config.scheme, "per_head", False),
             value_output=config.value_output,
+            readers=config.readers,
             impl=impl,
         )
         self.blocks = nn.ModuleList(_block(config, shape, options) for shape in attention_shapes(config))

@@ -35,6 +35,7 @@ class AttentionOptions:
     bias_gain: bool = False
     value_gain_per_head: bool = False
     value_output: ValueOutput = "trained"
+    readers: int = 0
     impl: str = "auto"
 
 
@@ -45,6 +46,10 @@ class ShapedAttention(nn.Module):
     With value_output="identity" W_V and W_O are absent: values are the input split by head, the output is the heads
     side by side, and kv_heads counts keys alone. B and D are not trained; bias_gain adds one trainable factor on B per
     head, starting at 1. They are derived from `shape`, never saved, and stay in float32 when the module is cast.
+
+    readers are heads beyond those: they have W_V and W_O of their own and add W_O's product to what the others carry.
+    W_O starts at 0, so that the shape is the whole of attention at the start, and their gain on B at 0: a reader looks
+    at all locations alike. A head that looks elsewhere no longer gives up its part of the stream.
     """
 
     def __init__(
@@ -62,17 +67,18 @@ class ShapedAttention(nn.Module):
                 f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads"
             )
         self.options = options or AttentionOptions()
-        self.heads, self.kv_heads, self.head_width = heads, kv_heads, width // heads
-        self.query = nn.Linear(width, heads * self.head_width, bias=False)
-        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
-        trained = self.options.value_output == "trained"
-        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False) if trained else nn.Identity()
-        self.output = nn.Linear(heads * self.head_width, width, bias=False) if trained else nn.Identity()
+        readers, trained = self.options.readers, self.options.value_output == "trained"
+        self.heads, self.kv_heads, self.head_width = heads + readers, kv_heads + readers, width // heads
+        self.query = nn.Linear(width, self.heads * self.head_width, bias=False)
+        self.key = nn.Linear(width, self.kv_heads * self.head_width, bias=False)
+        values, outputs = (kv_heads, heads) if trained else (readers, readers)
+        self.value = nn.Linear(width, values * self.head_width, bias=False) if values else nn.Identity()
+        self.output = nn.Linear(outputs * self.head_width, width, bias=False) if outputs else nn.Identity()
         self.shape = shape
         gains = heads if self.options.value_gain_per_head else 1
         self.value_gains = nn.Parameter(torch.ones(gains)) if isinstance(shape, IdentityShape) else None
         self.attention_gains = nn.Parameter(torch.zeros(gains)) if isinstance(shape, IdentityShape) else None
-        self.bias_gain = nn.Parameter(torch.ones(heads)) if self.options.bias_gain else None
+        self.bias_gain = nn.Parameter(torch.ones(self.heads)) if self.options.bias_gain else None
         relative = self.options.position == "relative"
         self.relative = RelativePosition(width, heads, self.head_width) if relative else None
         self.qkv_weight: nn.Parameter | None = None
@@ -87,7 +93,9 @@ class ShapedAttention(nn.Module):
         fill = init.orthogonal_ if orthogonal else init.gaussian_
         gain = {"zero-query": (0.0, 1.0), "zero-key": (1.0, 0.0), "small": (scale, scale), "normal": (1.0, 1.0)}
         query_gain, key_gain = gain[query_key]
-        for layer, factor in ((self.query, query_gain), (self.key, key_gain), (self.value, 1.0), (self.output, 1.0)):
+        output_gain = 0.0 if self.options.readers else 1.0
+        factors = (query_gain, key_gain, 1.0, output_gain)
+        for layer, factor in zip((self.query, self.key, self.value, self.output), factors, strict=True):
             if isinstance(layer, nn.Linear):
                 fill(layer.weight, factor) if factor else nn.init.zeros_(layer.weight)
         if self.value_gains is not None and self.attention_gains is not None:
@@ -95,6 +103,7 @@ class ShapedAttention(nn.Module):
             nn.init.zeros_(self.attention_gains)
         if self.bias_gain is not None:
             nn.init.ones_(self.bias_gain)
+            nn.init.zeros_(self.bias_gain[self.heads - self.options.readers :])
         if self.relative is not None:
             self.relative.reset_parameters(key_gain)
 
@@ -119,9 +128,15 @@ class ShapedAttention(nn.Module):
         return self.finish(mixed, v, x.dtype)
 
     def finish(self, mixed: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-        """W_O on the heads side by side; in Value-SkipInit on αV + β·mixed, with v the values of x alone."""
-        mixed = self._with_own_values(mixed, v)
-        return project(mixed.transpose(1, 2).flatten(2).to(dtype), self.output)[0]
+        """W_O on the heads side by side; in Value-SkipInit on αV + β·mixed, with v the values of x alone.
+
+        Of readers alone: what they give is added to the other heads.
+        """
+        mixed = self._with_own_values(mixed, v).transpose(1, 2).flatten(2).to(dtype)
+        if not self.options.readers:
+            return project(mixed, self.output)[0]
+        carried, read = mixed.split([self.query.in_features, self.output.in_features], dim=-1)
+        return carried + project(read, self.output)[0]
 
     def inputs(
         self, x: Tensor, positions: Positions | None = None, held: tuple[Tensor, Tensor] | None = None
@@ -172,7 +187,7 @@ class ShapedAttention(nn.Module):
 
     def qkv_layers(self) -> tuple[nn.Linear, ...]:
         """The layers whose products of x may be one: queries, keys and, where they have such a matrix, values."""
-        return joint_layers(self.query, self.key, self.value)
+        return joint_layers(self.query, self.key, *(() if self.options.readers else (self.value,)))
 
     def set_qkv_weight(self, weight: nn.Parameter | None) -> None:
         """Compute that one product with `weight`, the matrices of qkv_layers() one below the other, stored elsewhere.
@@ -189,8 +204,9 @@ class ShapedAttention(nn.Module):
             q, k, v = project(x, self.query, self.key, self.value)
         else:
             q, k, *rest = qkv.split([layer.out_features for layer in layers], dim=-1)
-            v = rest[0] if rest else self.value(x)
+            v = rest[0] if rest else project(x, self.value)[0]
         # autocast has cast queries and keys, but not values that are the input itself
+        v = torch.cat([x.to(k.dtype), v], dim=-1) if self.options.readers else v
         q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (q, k, v.to(k.dtype)))
         return q, k, v, qkv if self.value_gains is None and k.shape[1] == v.shape[1] else None
 
