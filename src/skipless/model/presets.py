@@ -151,12 +151,15 @@ def _mirrored_presets() -> dict[str, Callable[..., ModelConfig]]:
     """Ours: vanilla E-SPA whose MLPs start exactly linear, at the size it was measured at, 36 blocks × 256, T = 256.
 
     W_V and W_O are left out, and the bias of every head has a trained gain; "e-spa-values" has W_V, W_O and no gain.
-    See docs/derivations.md and results/mirrored-gap.md.
+    "e-spa-readers" has half as many heads again, which read: as many parameters as Pre-LN. See docs/derivations.md and
+    results/mirrored-gap.md.
     """
     scheme = ExponentialSPA(0.05, REPEAT_RATE)
     base = {"depth": 36, "width": 256, "heads": 4, "length": 256, "scheme": scheme, "mlp_init": "mirrored"}
+    gain = {**base, "value_output": "identity", "bias_gain": True}
     return {
-        "e-spa": _builder({**base, "value_output": "identity", "bias_gain": True}),
+        "e-spa": _builder(gain),
+        "e-spa-readers": _builder({**gain, "readers": 2}),
         "e-spa-values": _builder(base),
     }
 

@@ -242,7 +242,10 @@ class Scale:
         if not self.width:
             return {}
         width = self.width * model.width // PAPER_WIDTH
-        sizes = {"width": width, "heads": max(width // self.head_width, 1), "length": self.window(corpus)[0]}
+        heads = max(width // self.head_width, 1)
+        sizes = {"width": width, "heads": heads, "length": self.window(corpus)[0]}
+        if model.readers:
+            sizes["readers"] = max(model.readers * heads // model.heads, 1)
         hidden = model.hidden or 0
         return sizes if hidden in (0, 4 * model.width) else {**sizes, "hidden": hidden * width // model.width}
 

@@ -32,6 +32,7 @@ MIRRORED = OptimizerConfig(
     "muon", 2e-3, embedding_rate=1e-2, role_rates={"query": 3.0, "key": 3.0, "up": 0.5, "down": 0.5}
 )
 GAIN_RATE = 1e-2
+READERS_RATE = 3.0  # of W_V and W_O of readers, which start as far from their place as W_Q and W_K
 HEAD_WIDTH = 64
 # Networks of images, 12 blocks × 256 over 50 epochs of CIFAR-10: a first guess, around which paper/vision.py tunes.
 IMAGE_EPOCHS, IMAGE_BATCH, IMAGE_COUNT = 50, 256, 50_000
@@ -57,7 +58,8 @@ def recipe(name: str) -> Experiment:
     if model.images is not None:
         return _image_recipe(name, model)
     if name.startswith("mirrored/"):
-        values = {"value": 0.1, "output": 0.1} if model.value_output == "trained" else {}
+        factor = READERS_RATE if model.readers else 0.1 if model.value_output == "trained" else None
+        values = {} if factor is None else {"value": factor, "output": factor}
         gain_rate = GAIN_RATE if model.bias_gain else None
         optimizer = dataclasses.replace(MIRRORED, role_rates={**MIRRORED.role_rates, **values}, gain_rate=gain_rate)
         data, train = DataConfig(corpus="wikitext-103", vocab=model.vocab_size), TrainConfig(steps=1500, batch_size=32)
@@ -138,7 +140,8 @@ def plan(experiment: str | Path | Experiment, data: str | Path | None = None) ->
 
 def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
     """What follows from the sizes that are asked of a mirrored recipe, by dotted names: its rate from the depth, as
-    rate·depth stays, and heads of 64 from the width. Nothing where that is asked for too, or for other recipes.
+    rate·depth stays, and heads of 64 from the width, with the recipe's share of readers. Nothing where that is asked
+    for too, or for other recipes.
     """
     found: dict[str, Any] = {}
     if not recipe.name.startswith("mirrored-"):
@@ -149,6 +152,8 @@ def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
         found["optimizer.rate"] = by_depth(rate, int(depth), at=recipe.model.depth)
     if width.isdecimal() and int(width) and int(width) % HEAD_WIDTH == 0 and "model.heads" not in values:
         found["model.heads"] = int(width) // HEAD_WIDTH
+        if recipe.model.readers and "model.readers" not in values:
+            found["model.readers"] = max(found["model.heads"] * recipe.model.readers // recipe.model.heads, 1)
     if found:
         logger.info("by the law for this size: %s", ", ".join(f"{name}={value:g}" for name, value in found.items()))
     return found

@@ -43,6 +43,7 @@ _FILES = {
     "mirrored-longer": "mirrored",
     "mirrored-long": "mirrored",
     "mirrored-depth": "mirrored",
+    "mirrored-readers": "mirrored",
     "mirrored-others": "mirrored",
     "low-bits": "uses",
     "blocks": "uses",
