@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from skipless.training.trainer import Trainer, train
 RUN = """
 import faulthandler, sys
 from pathlib import Path
+from types import SimpleNamespace
 faulthandler.dump_traceback_later(200)  # where it hangs, if it does
 import torch
 torch.set_num_threads(1)
@@ -118,13 +120,22 @@ def test_micro_batches_must_divide_the_rows_of_each_process(experiment, tmp_path
         Trainer(experiment, World(0, 2, torch.device("cpu")), run, quiet=True)
 
 
+class Replicated(DistributedDataParallel):
+    """As the optimiser sees it, in a world of one."""
+
+    def __init__(self, module):
+        torch.nn.Module.__init__(self)
+        self.module, self.process_group = module, SimpleNamespace(size=lambda: 1)
+
+
+def test_the_processes_of_a_replicated_model_divide_muons_matrices():
+    model = Replicated(Transformer(ModelConfig(vocab_size=9, width=16, depth=2, heads=2)))
+    optimizer = build_optimizer(model, OptimizerConfig("muon"))
+    assert optimizer.parts[0].replicas is model.process_group
+
+
 def test_a_replicated_model_must_be_frozen_before():
     """DDP would wait for gradients that never come."""
-
-    class Replicated(DistributedDataParallel):
-        def __init__(self, module):
-            torch.nn.Module.__init__(self)
-            self.module = module
 
     model = Transformer(ModelConfig(vocab_size=9, width=16, depth=2, heads=2, activation="gelu"))
     with pytest.raises(ValueError, match=r"role_rates freezes up, but .* call freeze\(model, config\) before"):
@@ -132,9 +143,11 @@ def test_a_replicated_model_must_be_frozen_before():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_checkpoint_of_two_is_taken_up_by_one_and_back(experiment, tmp_path):
+@pytest.mark.parametrize("name", ["adam", "muon"])
+def test_a_checkpoint_of_two_is_taken_up_by_one_and_back(experiment, tmp_path, name):
     """Steps 1–12 sharded over two processes, the rest in one; and the reverse. The losses are those of one process."""
     torch.set_num_threads(1)
+    experiment = dataclasses.replace(experiment, optimizer=dataclasses.replace(experiment.optimizer, name=name))
     whole = changed(experiment, log_every=1)
     train(whole, tmp_path / "whole", device="cpu", quiet=True)
     for first, second in (("fsdp", "auto"), ("auto", "fsdp")):
@@ -165,7 +178,12 @@ def _forget_the_second_half(folder, experiment: Experiment) -> None:
 
 @pytest.mark.slow
 def test_one_process_of_torchrun_killed_ends_all_and_the_same_command_goes_on(experiment, tmp_path, full):
-    """kill -9 of either, at some step: no process stays behind, and in the end the run is that of a calm one."""
+    """kill -9 of either, at some step: no process stays behind, and in the end the run is that of a calm one.
+
+    With an optimiser that exchanges matrices, in its step and after it.
+    """
+    settings = dataclasses.replace(experiment.optimizer, name="muon", keep_orthogonal=("value",))
+    experiment = dataclasses.replace(experiment, optimizer=settings)
     experiment = changed(experiment, strategy="ddp", log_every=1, checkpoint_every=3, eval_every=0)
     by_two(experiment, tmp_path / "calm", tmp_path)
     run, choice, kills = tmp_path / "run", random.Random(None if full else 0), 0

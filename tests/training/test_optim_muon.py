@@ -69,7 +69,7 @@ def test_batching_changes_nothing():
 
 
 def batch_sizes(optimizer: Muon) -> list[int]:
-    return sorted(sum(len(ps) for _, ps in runs) for runs in optimizer._batches())
+    return sorted(sum(len(ps) for _, ps in runs) for runs in optimizer._batches(optimizer._members()))
 
 
 def test_a_batch_larger_than_the_limit_is_split(monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -76,6 +77,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
     Matrices whose role has the rate 0 are frozen first. Muon and SOAP take the blocks' matrices; the embedding, an
     untied head and all vectors stay with Adam. Every group remembers its highest rate in group["rate"] and starts at
     it; set_rates moves group["lr"].
+    A replicated model (DistributedDataParallel) has its processes divide Muon's matrices between them.
     capturable: rates and step counts as tensors on the device, as a CUDA graph of the step needs. SOAP's bases are then
     renewed by optimizer.renew(), to be called after every step, and its first step must not be captured.
     """
@@ -92,24 +94,25 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, *, capturable: bo
         "capturable": capturable,
         "decoupled_weight_decay": config.name != "adam",
     }
+    replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
     fused = device.type in ("cuda", "cpu")  # a CPU gains too: 2.6 times quicker than foreach on 216 small matrices
     if config.name in ("adam", "adamw"):
         optimizer: Optimizer = FusedAdam(groups, fused=fused, **settings)
     else:
         matrices = [group for group in groups if group["name"] in ROLES]
         rest = [group for group in groups if group["name"] not in ROLES]
-        parts = [_for_matrices(matrices, config)] if matrices else []
+        parts = [_for_matrices(matrices, config, replicas)] if matrices else []
         parts += [FusedAdam(rest, fused=fused, **settings)] if rest else []
         optimizer = Composite(*parts)
     optimizer.register_load_state_dict_pre_hook(_fit_to_device)
     if config.keep_orthogonal:
-        keep_orthogonal(optimizer, config.keep_orthogonal)
+        keep_orthogonal(optimizer, config.keep_orthogonal, replicas)
     if capturable:
         use_tensor_rates(optimizer)
     return optimizer
 
 
-def _for_matrices(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
+def _for_matrices(groups: list[dict[str, Any]], config: OptimizerConfig, replicas: ProcessGroup | None) -> Optimizer:
     if config.name == "muon":
         return Muon(
             groups,
@@ -117,6 +120,7 @@ def _for_matrices(groups: list[dict[str, Any]], config: OptimizerConfig) -> Opti
             nesterov=config.nesterov,
             steps=config.newton_schulz_steps,
             newton_schulz=config.newton_schulz,
+            replicas=replicas,
         )
     return SOAP(
         groups,

@@ -6,15 +6,18 @@ Orthogonal matrices hand a signal on without changing its cosines. The paper sta
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from skipless.ops.gpu import INSTALLED
 from skipless.training.distributed import gathered, resharded
 from skipless.training.optim.half_weights import HalfWeights
+from skipless.training.optim.owners import Matrices, Ranks, Stack, local, rounds
 
 # Jordan's quintic: the steepest at 0 whose iterates stay near 1
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -27,6 +30,7 @@ _WIDE = 1.5  # from these times as many columns as rows on, steps in Gram matric
 _RESTART = 3  # of such steps, and G is formed anew
 # The iteration below takes singular values between 0 and √3 of their scale to it, and is quick near it.
 _LEAST, _MOST, _NEAR = 0.5, 1.5, 0.5
+Member = tuple[dict[str, Any], Tensor]  # a parameter, after its group
 Runs = list[tuple[dict[str, Any], list[Tensor]]]
 
 
@@ -125,6 +129,15 @@ def gram_supports(x: Tensor) -> bool:
 WAYS = {"direct": newton_schulz, "gram": gram_newton_schulz}
 
 
+def multiplications(rows: int, cols: int, steps: int = 5, way: str = "direct") -> float:
+    """Of numbers, in all products of Newton–Schulz of one matrix: n²(n + 2m) a step for n ≤ m, and fewer by "gram"."""
+    n, m = sorted((rows, cols))
+    if way == "direct" or m < _WIDE * n:
+        return float(steps * n**2 * (n + 2 * m))
+    starts = -(-steps // _RESTART)
+    return float(n**2 * (2 * starts * m + (steps + 3 * (steps - starts)) * n))
+
+
 class Muon(torch.optim.Optimizer):
     """W ← (1 − ηλ)W − η·√max(1, rows/cols)·NS(direction), with direction the (Nesterov) momentum of the gradient.
 
@@ -134,10 +147,17 @@ class Muon(torch.optim.Optimizer):
     newton_schulz: "direct", or "gram" for `gram_newton_schulz`: the same to rounding, and fewer products.
 
     A step does not wait for the device, takes rates as numbers or as tensors, and can be captured in a CUDA graph.
-    Sharded parameters (FSDP2) are gathered and every rank computes every matrix; momentum stays sharded.
+
+    Several processes divide the matrices between them, as `owners` says: those that share a parameter's rows (FSDP2),
+    or `replicas`, which have it whole and with equal gradients (DDP's process_group; without it each process computes
+    for itself). All must then step with gradients of the same parameters. Momentum stays where the parameter is. Each
+    result is one process's to rounding, and to the bit where the kernels give a stack of any size the same bits; for
+    one number of processes all is reproducible. A pickled or copied Muon has no replicas.
     """
 
-    def __init__(  # noqa: PLR0913  (torch.optim.Muon's settings, and the two that say how)
+    replicas: ProcessGroup | None = None
+
+    def __init__(  # noqa: PLR0913  (torch.optim.Muon's settings, and three that say how)
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
@@ -147,6 +167,7 @@ class Muon(torch.optim.Optimizer):
         steps: int = 5,
         dtype: torch.dtype | None = None,
         newton_schulz: Literal["direct", "gram"] = "direct",
+        replicas: ProcessGroup | None = None,
     ):
         if newton_schulz not in WAYS:
             raise ValueError(f"newton_schulz is {newton_schulz!r}; use {' or '.join(map(repr, WAYS))}")
@@ -158,7 +179,7 @@ class Muon(torch.optim.Optimizer):
             "newton_schulz_steps": steps,
         }
         super().__init__(params, defaults)
-        self.dtype, self.newton_schulz = dtype, newton_schulz
+        self.dtype, self.newton_schulz, self.replicas = dtype, newton_schulz, replicas
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.ndim != 2:
@@ -175,51 +196,111 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for runs in self._batches():
-            self._update(runs)
+        for ranks, members in _by_ranks(self._members(), self.replicas):
+            if ranks is None:
+                for runs in self._batches(members):
+                    self._update(runs)
+            else:
+                self._update_by_owners(ranks, members)
         return loss
 
-    def _batches(self) -> Iterator[Runs]:
+    def _members(self) -> list[Member]:
+        return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def _batches(self, members: list[Member]) -> Iterator[Runs]:
         """Matrices of one shape, at most _BATCH_ENTRIES numbers at a time, in runs that share a group."""
         batches: dict[Any, dict[int, tuple[dict[str, Any], list[Tensor]]]] = {}
         counts: dict[Any, int] = {}
-        for index, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                key = (p.shape, p.device, p.dtype, group["newton_schulz_steps"])
-                counts[key] = counts.get(key, 0) + 1
-                batch = batches.setdefault((key, counts[key] * p.numel() // _BATCH_ENTRIES), {})
-                batch.setdefault(index, (group, []))[1].append(p)
+        for group, p in members:
+            key = (p.shape, p.device, p.dtype, group["newton_schulz_steps"])
+            counts[key] = counts.get(key, 0) + 1
+            batch = batches.setdefault((key, counts[key] * p.numel() // _BATCH_ENTRIES), {})
+            batch.setdefault(id(group), (group, []))[1].append(p)
         for batch in batches.values():
             yield list(batch.values())
 
     def _update(self, runs: Runs) -> None:
         directions = [gathered(d) for group, parameters in runs for d in self._direction(group, parameters)]
         first = directions[0]
-        dtype = self.dtype or (torch.bfloat16 if first.is_cuda else first.dtype)
-        stacked = torch.empty((len(directions), *first.shape), dtype=dtype, device=first.device)
+        stacked = torch.empty((len(directions), *first.shape), dtype=self._precision(first), device=first.device)
         torch._foreach_copy_(list(stacked.unbind()), directions)  # stacks and casts in one pass
         updates = WAYS[self.newton_schulz](stacked, runs[0][0]["newton_schulz_steps"])
         start = 0
         for group, parameters in runs:
-            _apply(group, parameters, updates[start : start + len(parameters)])
+            _apply(group, parameters, updates[start : start + len(parameters)], parameters[0].shape)
             start += len(parameters)
 
     def _direction(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        gradients = [cast(Tensor, p.grad) for p in parameters]
+        gradients, momenta = [cast(Tensor, p.grad) for p in parameters], self._momenta(parameters)
+        torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
+        return _directions(group, gradients, momenta)
+
+    def _update_by_owners(self, ranks: Ranks, members: list[Member]) -> None:
+        """`_update` of matrices of one device and precision, each by its owner."""
+        groups, parameters = [group for group, _ in members], [p for _, p in members]
+        kept, gradients = [local(p) for p in parameters], [local(cast(Tensor, p.grad)) for p in parameters]
+        momenta = [local(momentum) for momentum in self._momenta(parameters)]
+        for group, numbers in _runs(groups, range(len(groups))):
+            torch._foreach_lerp_(_at(momenta, numbers), _at(gradients, numbers), 1.0 - group["momentum"])
+
+        def directions(stack: Stack) -> list[Tensor]:
+            found = [_directions(g, _at(gradients, run), _at(momenta, run)) for g, run in _runs(groups, stack)]
+            return [direction for several in found for direction in several]
+
+        def work(stack: Stack, whole: Tensor) -> Tensor:
+            return WAYS[self.newton_schulz](whole, groups[stack[0]]["newton_schulz_steps"])
+
+        shapes = [(p.shape[0], p.shape[1]) for p in parameters]
+        kinds = [(*shape, g["newton_schulz_steps"]) for shape, g in zip(shapes, groups, strict=True)]
+        costs, sizes = [multiplications(*kind, self.newton_schulz) for kind in kinds], [p.numel() for p in parameters]
+        matrices = Matrices(shapes, directions, self._precision(gradients[0]), gradients[0].device)
+        for owned in rounds(kinds, sizes, costs, ranks.group.size(), _BATCH_ENTRIES):
+            for stack, updates in ranks.results(owned, matrices, work):
+                start = 0
+                for group, numbers in _runs(groups, stack):
+                    stop = start + len(numbers)
+                    _apply(group, _at(kept, numbers), updates[start:stop], shapes[stack[0]])
+                    start = stop
+
+    def _precision(self, direction: Tensor) -> torch.dtype:
+        return self.dtype or (torch.bfloat16 if direction.is_cuda else direction.dtype)
+
+    def _momenta(self, parameters: list[Tensor]) -> list[Tensor]:
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
-        torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
-        return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
+        return [self.state[p]["momentum_buffer"] for p in parameters]
 
 
-def _apply(group: dict[str, Any], parameters: list[Tensor], updates: Tensor) -> None:
-    """Parameters of one shape minus rate times scale times updates."""
+def _by_ranks(members: Iterable[Member], replicas: ProcessGroup | None) -> list[tuple[Ranks | None, list[Member]]]:
+    """Parameters that the same ranks divide, of one device and precision; None: those that each computes for itself."""
+    alike: dict[Any, tuple[Ranks | None, list[Member]]] = {}
+    for group, p in members:
+        ranks = Ranks.of(p, replicas)
+        key = None if ranks is None else (ranks, p.device, p.dtype)
+        alike.setdefault(key, (ranks, []))[1].append((group, p))
+    return list(alike.values())
+
+
+def _at(tensors: Sequence[Tensor], numbers: Iterable[int]) -> list[Tensor]:
+    return [tensors[number] for number in numbers]
+
+
+def _runs(groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Each group in a row of parameters, and the numbers of those that follow each other in it."""
+    for _, run in groupby(numbers, key=lambda number: id(groups[number])):
+        those = list(run)
+        yield groups[those[0]], those
+
+
+def _directions(group: dict[str, Any], gradients: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
+
+
+def _apply(group: dict[str, Any], parameters: list[Tensor], updates: Tensor, shape: Sequence[int]) -> None:
+    """Parameters, or rows of them, minus rate times scale times updates; `shape` is that of a whole matrix."""
+    rows, cols = shape
     first = parameters[0]
-    rows, cols = first.shape
     # three axes, not none, so that the product is in the parameters' precision and not in the updates'
     scale = torch.full((1, 1, 1), max(1.0, rows / cols) ** 0.5, dtype=first.dtype, device=first.device)
     updates = (updates * (scale * group["lr"])).contiguous()
@@ -228,34 +309,54 @@ def _apply(group: dict[str, Any], parameters: list[Tensor], updates: Tensor) -> 
     torch._foreach_sub_(parameters, [resharded(u, p) for u, p in zip(updates.unbind(), parameters, strict=True)])
 
 
-def keep_orthogonal(optimizer: Optimizer, roles: Sequence[str]) -> None:
+def keep_orthogonal(optimizer: Optimizer, roles: Sequence[str], replicas: ProcessGroup | None = None) -> None:
     """From now on every step of the optimiser ends with `towards_orthogonal` of the matrices in groups of these names.
 
     At the scale each has now, and in its own precision: in half of it the rounding would be as large as a step.
-    ValueError where a matrix is not nearly orthogonal to begin with.
+    Several processes divide the matrices between them, as Muon's do. ValueError where a matrix is not nearly orthogonal
+    to begin with.
     """
     matrices = [p for group in optimizer.param_groups if group["name"] in roles for p in group["params"]]
-    scales = [_checked_scale(gathered(matrix.detach())) for matrix in matrices]
+    scales = {matrix: _checked_scale(gathered(matrix.detach())) for matrix in matrices}
 
+    @torch.no_grad()
     def correct(stepped: Optimizer, *_: object) -> None:
-        _correct(matrices, scales, getattr(stepped, "half_weights", None))
+        for ranks, members in _by_ranks((({}, matrix) for matrix in matrices), replicas):
+            those = [matrix for _, matrix in members]
+            if ranks is None:
+                _correct(those, scales)
+            else:
+                _correct_by_owners(ranks, those, scales)
+        half: HalfWeights | None = getattr(stepped, "half_weights", None)
+        if half is not None:
+            half.write(matrices)
 
     optimizer.register_step_post_hook(correct)
 
 
-@torch.no_grad()
-def _correct(matrices: list[Tensor], scales: list[Tensor], half: HalfWeights | None) -> None:
-    alike: dict[tuple, list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        alike.setdefault((matrix.shape, matrix.device, matrix.dtype), []).append(index)
-    for several in alike.values():
-        those = [matrices[index] for index in several]
-        changes = towards_orthogonal(
-            torch.stack([gathered(matrix) for matrix in those]), torch.stack([scales[index] for index in several])
-        )
+def _correct(matrices: list[Tensor], scales: dict[Tensor, Tensor]) -> None:
+    alike: dict[tuple, list[Tensor]] = {}
+    for matrix in matrices:
+        alike.setdefault((matrix.shape, matrix.device, matrix.dtype), []).append(matrix)
+    for those in alike.values():
+        wholes, scale = [gathered(matrix) for matrix in those], [scales[matrix] for matrix in those]
+        changes = towards_orthogonal(torch.stack(wholes), torch.stack(scale))
         torch._foreach_add_(those, [resharded(c, p) for c, p in zip(changes.unbind(), those, strict=True)])
-        if half is not None:
-            half.write(those)
+
+
+def _correct_by_owners(ranks: Ranks, matrices: list[Tensor], scales: dict[Tensor, Tensor]) -> None:
+    """`_correct` of matrices of one device and precision, each by its owner."""
+    kept = [local(matrix) for matrix in matrices]
+
+    def work(stack: Stack, whole: Tensor) -> Tensor:
+        return towards_orthogonal(whole, torch.stack([scales[matrices[number]] for number in stack]))
+
+    shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
+    costs = [float(min(shape) * math.prod(shape)) for shape in shapes]
+    seen = Matrices(shapes, lambda stack: _at(kept, stack), kept[0].dtype, kept[0].device)
+    for owned in rounds(shapes, [*map(math.prod, shapes)], costs, ranks.group.size(), _BATCH_ENTRIES):
+        for stack, changes in ranks.results(owned, seen, work):
+            torch._foreach_add_(_at(kept, stack), list(changes.unbind()))
 
 
 def _checked_scale(matrix: Tensor) -> Tensor:

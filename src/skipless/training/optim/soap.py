@@ -30,7 +30,7 @@ class SOAP(torch.optim.Optimizer):
     Matrices of one group and shape are computed as one batch. Steps do not wait for the device, but those that renew
     bases do. Where group["renews_itself"] is False that is left to `renew`, to be called after every step: a step after
     the first then does the same as any other and can be captured in a CUDA graph. Sharded parameters (FSDP2) are
-    gathered; every rank holds the whole state.
+    gathered; every rank holds the whole state and computes every matrix.
     """
 
     def __init__(
