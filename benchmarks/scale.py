@@ -175,16 +175,17 @@ def row_of(name: str, size: str, step: Step) -> dict:
 
 
 def cells(step: Step | None) -> list[str]:
-    """Rows, GPUs, memory and time of one way."""
+    """Rows, GPUs, memory and time of one way, and the time with Muon."""
     if step is None:
-        return ["–"] * 5
-    times = [f"{step.peak_bytes / 1e9:.0f}", f"{step.seconds:.2f}", step.bound]
-    return [f"{step.rows}", f"{step.gpus}", *times]
+        return ["–"] * 6
+    times = [step.seconds, replace(step, optimizer="muon").seconds]
+    memory = f"{step.peak_bytes / 1e9:.0f}"
+    return [f"{step.rows}", f"{step.gpus}", memory, *(f"{seconds:.2f}" for seconds in times), step.bound]
 
 
 def markdown(steps: dict[tuple[str, str, bool], Step | None]) -> str:
     """The table of the docs: a line per size and network, without and with recompute."""
-    half = ["rows", "GPUs", "GB", "step, s", "bound by"]
+    half = ["rows", "GPUs", "GB", "step, s", "Muon, s", "bound by"]
     head = ["size", "network", "parameters", *half, *half]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for size, name in dict.fromkeys((size, name) for size, name, _ in steps):

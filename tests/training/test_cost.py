@@ -1,6 +1,7 @@
 """The cost of a step against networks that are built, logs of an H200, and torch's tracker of a simulated step."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from skipless.training.cost import (
     Step,
     attention_rate,
     fewest_gpus,
-    newton_schulz_flops,
+    matrix_shapes,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -131,6 +132,46 @@ def test_under_fsdp_memory_is_what_torch_tracks():
             assert formula == pytest.approx(tracked, rel=0.03), name
 
 
+MUON = """
+import json
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from skipless.training.optim import muon
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+mesh, found = dist.device_mesh.init_device_mesh("cpu", (4,)), []
+for shape in ((64, 64), (64, 256), (256, 64)):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = nn.Module()
+        model.matrices = nn.ParameterList([torch.empty(shape) for _ in range(8)])
+        fully_shard(model, mesh=mesh)
+        muon._BATCH_ENTRIES = shape[0] * shape[1]
+        optimizer, tracker = muon.Muon(model.parameters(), dtype=torch.bfloat16), MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            (rest,) = tracker.get_tracker_snapshot().values()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    found.append((peak["Total"] - rest["Total"]) / muon._BATCH_ENTRIES)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_muon_takes_fourteen_bytes_a_number_of_a_batch_and_less_for_wide_matrices():
+    """By torch's tracker of a simulated step on four ranks: each has one of eight matrices in each of two rounds."""
+    square, *wide = json.loads(Program(MUON).finished().splitlines()[-1])
+    assert square == pytest.approx(14, rel=0.01)
+    assert wide == pytest.approx([12.5, 12.5], rel=0.01)
+
+
 @pytest.mark.slow
 def test_the_table_of_the_docs_is_what_the_formulas_say(monkeypatch):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
@@ -200,10 +241,42 @@ def test_attention_rates_go_through_what_was_measured():
     assert attention_rate(256, 10**6) == 387e12
 
 
-def test_muons_products_are_counted_for_every_matrix():
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"hidden": 0}, {"hidden": 100}, IDENTITY])
+def test_shapes_are_those_of_a_block(changes):
+    config = ModelConfig(vocab_size=50, width=64, depth=2, heads=4, length=16, **changes)
+    with torch.device("meta"):
+        model = Transformer(config.replace(init="gaussian"))
+    block = next(iter(model.each_block()))
+    assert sorted(matrix_shapes(config)) == sorted(tuple(p.shape) for p in block.parameters() if p.ndim == 2)
+    assert sum(rows * cols for rows, cols in matrix_shapes(config)) == Parameters.of(config).matrices
+
+
+def test_muons_products_are_divided_by_the_gpus():
     """Of a block: four of d × d with 30·d³, two of d × 4d with 90·d³."""
-    assert newton_schulz_flops(SMALL) == 24 * 300 * 2048**3
-    assert newton_schulz_flops(SMALL.replace(hidden=0)) == 24 * 120 * 2048**3
+    assert Step(SMALL, 8, 512).muon_flops == 0
+    muon = Step(SMALL, 8, 512, optimizer="muon")
+    assert muon.muon_flops == 24 * 300 * 2048**3
+    assert Step(SMALL.replace(hidden=0), 8, 512, optimizer="muon").muon_flops == 24 * 120 * 2048**3
+    assert replace(muon, gpus=8).muon_flops == muon.muon_flops / 8
+    assert replace(muon, gpus=1024).muon_flops == 90 * 2048**3  # of a matrix there is no less than the whole
+
+
+def test_muon_sends_rows_to_their_owners_and_back():
+    """Two bytes of a GPU's share each way, through its own link; before its products, and after them."""
+    adam, muon = (Step(SMALL, 8, 512, gpus=16, optimizer=name) for name in ("adam", "muon"))
+    rows = muon.parameters.matrices * 24 / 16
+    assert muon.muon_sent_bytes == 2 * 2 * rows * 15 / 16
+    assert muon.sent_bytes == adam.sent_bytes
+    assert adam.muon_sent_bytes == 0
+    added = muon.muon_flops / 662e12 + muon.muon_sent_bytes / 50e9
+    assert muon.optimizer_seconds == pytest.approx(adam.optimizer_seconds + added)
+    assert Step(SMALL, 8, 512, optimizer="muon").muon_sent_bytes == 0
+
+
+def test_muon_holds_a_share_of_the_matrices_or_one():
+    wide = preset("wikitext103/e-spa", depth=87, width=8192, heads=64)
+    assert Step(SMALL, 8, 512, gpus=8, optimizer="muon").muon_bytes == 14 * 24 * 12 * 2048**2 / 8
+    assert Step(wide, 8, 512, gpus=1024, optimizer="muon").muon_bytes == 14 * 4 * 8192**2
 
 
 def test_what_cannot_be_counted_is_refused():

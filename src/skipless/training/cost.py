@@ -13,6 +13,8 @@ from typing import Literal
 
 from skipless.model.config import ModelConfig
 from skipless.theory.schemes import ValueSkipInit
+from skipless.training.optim.muon import multiplications
+from skipless.training.optim.owners import rounds
 
 MEMORY = 141e9  # bytes of an H200
 _HALF, _FULL = 2, 4  # bytes of a number
@@ -181,11 +183,12 @@ class Step:
 
     @property
     def muon_bytes(self) -> float:
-        """Muon's work on a batch of whole matrices, after activations are gone: 14 bytes a number."""
+        """Muon's work on a batch of whole matrices, after activations are gone: 14 bytes a number, of a GPU's share."""
         if self.optimizer == "adam":
             return 0.0
         largest = self.model.width * max(self.model.width, self.model.hidden or 0)
-        return 14.0 * max(largest, min(_MUON_ENTRIES, self.parameters.matrices * self.model.depth))
+        share = math.ceil(self.parameters.matrices * self.model.depth / self.gpus)
+        return 14.0 * max(largest, min(_MUON_ENTRIES, share))
 
     @property
     def peak_bytes(self) -> float:
@@ -201,13 +204,18 @@ class Step:
 
     @property
     def sent_bytes(self) -> float:
-        """Through each GPU's link: 8·P·(N − 1)/N. Half weights gathered twice, float32 gradients reduced.
+        """Through each GPU's link: 8·P·(N − 1)/N. Half weights gathered twice, float32 gradients reduced."""
+        return 8 * self.parameters.total * (self.gpus - 1) / self.gpus
 
-        Muon gathers 4 bytes more of every matrix of the blocks.
+    @property
+    def muon_sent_bytes(self) -> float:
+        """Through each GPU's link in Muon's update: 4·P/N·(N − 1)/N, of the P in the blocks' matrices.
+
+        In half precision a GPU's rows go to the owners of their matrices, and as many come back.
         """
-        count = self.parameters
-        each = 8 * count.total + (4 * count.matrices * count.depth if self.optimizer == "muon" else 0)
-        return each * (self.gpus - 1) / self.gpus
+        if self.optimizer == "adam":
+            return 0.0
+        return 4 * self.parameters.matrices * self.model.depth * (self.gpus - 1) / self.gpus**2
 
     @property
     def flops(self) -> float:
@@ -233,13 +241,26 @@ class Step:
         return products / reached + scores / rate + read / _PASSES + _IDLE
 
     @property
-    def optimizer_seconds(self) -> float:
-        """28 bytes a parameter of Adam's and 4 of clipping, sharded; Muon's products on every GPU for all matrices."""
-        count = self.parameters
-        adam = 32 * count.total / self.gpus / _PASSES
+    def muon_flops(self) -> float:
+        """Of Newton–Schulz on the GPU that has the most to do, summed over the rounds in which GPUs divide matrices."""
         if self.optimizer == "adam":
-            return adam
-        return adam + newton_schulz_flops(self.model) / _PRODUCTS
+            return 0.0
+        shapes = matrix_shapes(self.model) * self.model.depth
+        costs, sizes = [2 * multiplications(*shape) for shape in shapes], [math.prod(shape) for shape in shapes]
+        return sum(
+            max(sum(costs[number] for stack in stacks for number in stack) for stacks in owned)
+            for owned in rounds(shapes, sizes, costs, self.gpus, _MUON_ENTRIES)
+        )
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """28 bytes a parameter of Adam's and 4 of clipping, sharded; then Muon's products, and what it sends.
+
+        Nothing of that overlaps. Between nodes each GPU sends by its own link: no two are sent the same.
+        """
+        adam = 32 * self.parameters.total / self.gpus / _PASSES
+        sent = self.muon_sent_bytes / (NVLINK if self.gpus <= _NODE else NODES / _NODE)
+        return adam + self.muon_flops / _PRODUCTS + sent
 
     @property
     def link_seconds(self) -> float:
@@ -283,13 +304,11 @@ def attention_rate(head_width: int, length: int) -> float:
     return rates[low] + share * (rates[high] - rates[low])
 
 
-def newton_schulz_flops(model: ModelConfig) -> float:
-    """Of Muon's five direct steps for all matrices of the blocks: 5·2·n²(n + 2m) for one of n × m, n ≤ m."""
+def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
+    """Of one block's matrices: W_Q and W_K, W_V and W_O where they are trained, and the MLP's two."""
     kv = model.width // model.heads * (model.kv_heads or model.heads)
-    shapes = [(model.width, model.width), (model.width, kv)] * (2 if model.value_output == "trained" else 1)
-    shapes += [(model.width, model.hidden)] * 2 if model.hidden else []
-    each = (10.0 * min(shape) ** 2 * (min(shape) + 2 * max(shape)) for shape in shapes)
-    return model.depth * sum(each)
+    shapes = [(model.width, model.width), (kv, model.width)] * (2 if model.value_output == "trained" else 1)
+    return shapes + ([(model.hidden, model.width), (model.width, model.hidden)] if model.hidden else [])
 
 
 def fewest_gpus(step: Step, most: int = 65_536) -> Step | None:
