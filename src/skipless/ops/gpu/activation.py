@@ -104,7 +104,7 @@ def backward_kernel(
 
 
 def _tiles(rows: int, n: int) -> int:
-    return triton.cdiv(rows, GROUP) * triton.cdiv(n, COLUMNS)
+    return -(-rows // GROUP) * -(-n // COLUMNS)  # on the host triton.cdiv takes microseconds
 
 
 @library.custom_op("skipless::biased_gelu", mutates_args=())

@@ -48,7 +48,7 @@ def update(moments: Sequence[Moments], constants: Constants) -> None:
         sizes = tuple(each.value.numel() for each in part)
         ends, blocks = [], 0
         for size in sizes:
-            blocks += triton.cdiv(size, _BLOCK)
+            blocks += -(-size // _BLOCK)
             ends.append(blocks)
         columns = tuple(zip(*part, strict=True))
         kernel[(blocks,)](
@@ -127,7 +127,7 @@ _NORMS_AT_ONCE = 16  # tensors in one launch
 def norm(tensors: Sequence[Tensor]) -> Tensor:
     """√Σx² over contiguous tensors of one dtype and device, in float32."""
     kernel: Any = _squares  # the decorated function takes more than its signature says
-    counts = [triton.cdiv(tensor.numel(), _NORM_BLOCK) for tensor in tensors]
+    counts = [-(-tensor.numel() // _NORM_BLOCK) for tensor in tensors]
     sums = torch.empty(sum(counts), dtype=torch.float32, device=tensors[0].device)
     first = 0
     for start in range(0, len(tensors), _NORMS_AT_ONCE):

@@ -55,7 +55,7 @@ def _run_rotate(qkv: Tensor, angles: Angles, rotated: Tensor) -> None:
     kernel: Any = rotate  # the decorated function takes more than its signature says
     batch, length, heads, width = rotated.shape
     block = _ENTRIES // (width // 2)
-    kernel[triton.cdiv(length * heads, block), batch](
+    kernel[-(-length * heads // block), batch](
         qkv, qkv.stride()[:2], angles, rotated, length, HEADS=heads, WIDTH=width, BLOCK=block, num_warps=_WARPS
     )
 
