@@ -53,6 +53,7 @@ def test_parameters_are_those_of_every_preset(name):
         {"head": "token", "classes": 7, "causal": False},
         IDENTITY,
         {**IDENTITY, "kv_heads": 2},
+        {**IDENTITY, "bias_gain": True, "readers": 3},
     ],
 )
 def test_parameters_are_those_of_the_network(changes):
@@ -241,7 +242,10 @@ def test_attention_rates_go_through_what_was_measured():
     assert attention_rate(256, 10**6) == 387e12
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"hidden": 0}, {"hidden": 100}, IDENTITY])
+READERS = {**IDENTITY, "bias_gain": True, "readers": 3}
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"hidden": 0}, {"hidden": 100}, IDENTITY, READERS])
 def test_shapes_are_those_of_a_block(changes):
     config = ModelConfig(vocab_size=50, width=64, depth=2, heads=4, length=16, **changes)
     with torch.device("meta"):

@@ -59,7 +59,7 @@ class Parameters:
         parts = 2 if hidden else 1
         vectors = hidden + width if hidden and model.mlp_bias else 0
         vectors += parts * width if model.norm != "none" else 0
-        vectors += heads if model.bias_gain else 0
+        vectors += heads + model.readers if model.bias_gain else 0
         vectors += model.attention_skip.trainable + (model.mlp_skip.trainable if hidden else 0)
         if isinstance(model.scheme, ValueSkipInit):
             vectors += 2 * (heads if getattr(model.scheme, "per_head", False) else 1)
@@ -142,14 +142,15 @@ class Step:
         the two inputs: 40·d where the stream is float32, 36·d under FSDP2.
         """
         model, width = self.model, self.model.width
-        kv = width // model.heads * (model.kv_heads or model.heads)
-        rotated = width + kv
+        kv, read = width // model.heads * (model.kv_heads or model.heads), model.reader_width
+        rotated = width + kv + 2 * read
         product = rotated + (kv if model.value_output == "trained" else 0)
         inputs = self._stream * width + (_HALF * width if model.value_output == "trained" else 0)
         if model.norm == "pre":
             inputs = 2 * (self._stream + _HALF) * width
         attention = product + (rotated if model.position == "rope" else 0) + width
-        return inputs + _HALF * (attention + 2 * (model.hidden or 0)) + _FULL * model.heads
+        attention += width + 2 * read if read else 0  # values are put together, and readers' outputs are W_O's input
+        return inputs + _HALF * (attention + 2 * (model.hidden or 0)) + _FULL * (model.heads + model.readers)
 
     @property
     def _stream(self) -> int:
@@ -222,18 +223,22 @@ class Step:
         """6 per matrix entry and token, a third of a block's more with recompute; attention's 7·T·d, then 9·T·d."""
         model, count, again = self.model, self.parameters, 1.0 if self.recompute else 0.0
         matrices = (6 + 2 * again) * count.matrices * count.depth + 6 * model.vocab_size * model.width
-        return self.tokens * (matrices + (7 + 2 * again) * model.depth * self.length * model.width)
+        return self.tokens * (
+            matrices + (7 + 2 * again) * model.depth * self.length * (model.width + model.reader_width)
+        )
 
     @property
     def compute_seconds(self) -> float:
         """Products, attention, and kernels that read and write, one after the other; the optimiser not included."""
         model = self.model
         again = 4 / 3 if self.recompute else 1.0
-        scores = (9 if self.recompute else 7) * model.depth * self.length * model.width * self.tokens
+        scores = (
+            (9 if self.recompute else 7) * model.depth * self.length * (model.width + model.reader_width) * self.tokens
+        )
         products = self.flops - scores
         width = min(model.width, _WIDEST_MEASURED)
         reached = _PRODUCTS * width / (width + _PRODUCTS_BELOW) * (1 + _PRODUCTS_BELOW / _WIDEST_MEASURED)
-        kv = model.width // model.heads * (model.kv_heads or model.heads)
+        kv = model.width // model.heads * (model.kv_heads or model.heads) + 2 * model.reader_width
         passes = 5 * _HALF * (model.hidden or 0) + (4 * (model.width + kv) if model.position == "rope" else 0)
         passes += 72 * model.width if model.norm == "pre" else 0  # 12 forward and 24 backward, twice
         read = self.tokens * (again * model.depth * passes + 2 * _HALF * model.vocab_size)
@@ -306,8 +311,10 @@ def attention_rate(head_width: int, length: int) -> float:
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
     """Of one block's matrices: W_Q and W_K, W_V and W_O where they are trained, and the MLP's two."""
-    kv = model.width // model.heads * (model.kv_heads or model.heads)
+    kv, read = model.width // model.heads * (model.kv_heads or model.heads), model.reader_width
     shapes = [(model.width, model.width), (kv, model.width)] * (2 if model.value_output == "trained" else 1)
+    if read:
+        shapes = [(model.width + read, model.width)] * 2 + [(read, model.width), (model.width, read)]
     return shapes + ([(model.hidden, model.width), (model.width, model.hidden)] if model.hidden else [])
 
 
