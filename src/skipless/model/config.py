@@ -396,9 +396,10 @@ def _check_sizes(config: ModelConfig) -> None:
     if config.position == "rope" and (config.width // config.heads) % 2:
         raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
     scheme = config.scheme
-    for name, needs, has in (("heads", scheme.heads, config.heads), ("blocks", scheme.blocks, config.depth)):
+    sizes = {"heads": "heads", "blocks": "depth", "locations": "length"}
+    for name, size in sizes.items():
+        needs, has = getattr(scheme, name), getattr(config, size)
         if needs not in (None, has):
-            size = "depth" if name == "blocks" else name
             raise ValueError(
                 f"{shortened(scheme)} is for {needs} {name}, and {size}={has}; use {size}={needs}, or a scheme for "
                 f"{has} {name}"

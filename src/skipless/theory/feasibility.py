@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any, Literal
+
+Grid = tuple[int, int] | Literal["square"]  # rows and columns; or as many of each as locations make a square
 
 
 def check_length(length: int) -> int:
@@ -9,6 +12,37 @@ def check_length(length: int) -> int:
     if int(length) != length or length < 1:
         raise ValueError(f"length is {length!r}; it must be an integer of at least 1")
     return int(length)
+
+
+def check_grid(grid: Any) -> Grid | None:
+    """How locations lie: (rows, columns), "square", or None for a line."""
+    if grid is None or (isinstance(grid, str) and grid == "square"):
+        return grid
+    sides = tuple(grid) if isinstance(grid, list | tuple) else ()
+    whole = [side for side in sides if isinstance(side, int) and not isinstance(side, bool) and side >= 1]
+    if len(sides) != 2 or len(whole) != 2:
+        raise ValueError(f"grid is {grid!r}; it must be (rows, columns), both at least 1, or 'square', or None")
+    return sides[0], sides[1]
+
+
+def grid_sides(grid: Grid | None, length: int) -> tuple[int, int]:
+    """Rows and columns of so many locations in reading order; a line is one row."""
+    check_length(length)
+    if grid is None:
+        return 1, length
+    if grid == "square":
+        side = math.isqrt(length)
+        if side**2 != length:
+            near = min(side**2, (side + 1) ** 2, key=lambda square: abs(square - length))
+            raise ValueError(f"{length} locations make no square grid; the nearest that do are {near}")
+        return side, side
+    rows, columns = grid
+    if rows * columns != length:
+        fits = f", or grid=({length // columns}, {columns})" if length % columns == 0 else ""
+        raise ValueError(
+            f"grid={grid} has {rows * columns} locations, and length is {length}; use length={rows * columns}{fits}"
+        )
+    return rows, columns
 
 
 def check_depth(depth: int) -> int:

@@ -22,6 +22,14 @@ def exponential(gamma: float, length: int) -> np.ndarray:
     return np.exp(-gamma * distance)
 
 
+def exponential_grid(gamma: float, rows: int, columns: int) -> np.ndarray:
+    """exp(−γ(|Δrow| + |Δcolumn|)) between the places of a grid in reading order: Σ_rows(γ) ⊗ Σ_columns(γ).
+
+    E-SPA's family for images, which the paper does not have: docs/derivations.md.
+    """
+    return np.kron(exponential(gamma, rows), exponential(gamma, columns))
+
+
 def _distances(length: int) -> np.ndarray:
     location = np.arange(check_length(length), dtype=np.float64)
     return np.abs(location[:, None] - location[None, :])

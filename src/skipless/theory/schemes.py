@@ -21,13 +21,16 @@ from skipless.schema import build, check_own, check_plain
 from skipless.theory import exponential, kernels, uniform
 from skipless.theory.exponential import check_gamma_final, exponential_steps
 from skipless.theory.feasibility import (
+    Grid,
     check_blocks,
     check_correlation,
     check_correlations,
     check_decay_rates,
     check_depth,
     check_end,
+    check_grid,
     check_repeat_rate,
+    grid_sides,
 )
 from skipless.theory.shapes import (
     AlibiShape,
@@ -71,7 +74,7 @@ class Scheme(ABC):
     preserves_signal: its matrices keep locations apart while QKᵀ = 0. So queries start at zero, and a skip around
     attention must be normalised, α² + β² = 1.
     bounded: its shapes serve no more locations than the `length` they were made for, and if not causal exactly those.
-    heads, blocks: how many of them the network must have; None where any number will do.
+    heads, blocks, locations: how many of them the network must have; None where any number will do.
     """
 
     kind: ClassVar[str] = ""
@@ -109,6 +112,10 @@ class Scheme(ABC):
 
     @property
     def blocks(self) -> int | None:
+        return None
+
+    @property
+    def locations(self) -> int | None:
         return None
 
     def describe(self) -> str:
@@ -295,6 +302,9 @@ class ExponentialSPA(Scheme):
 
     gammas gives γ_1 … γ_L one by one, in place of gamma_final and App. C's schedule.
 
+    grid is for encoders of images: locations are the places of a grid in reading order, and the kernel
+    exp(−γ_l(|Δrow| + |Δcolumn|)). It is (rows, columns), or "square" for any number that makes one; None is a line.
+
     calibration as in UniformSPA; "mlp-aware" is a T×T table for E-SPA and needs length.
     """
 
@@ -302,10 +312,12 @@ class ExponentialSPA(Scheme):
     repeat_rate: float = 0.0
     calibration: Calibration = "paper"
     gammas: tuple[float, ...] | None = None
+    grid: Grid | None = None
     preserves_signal = True
 
     def __post_init__(self):
         super().__post_init__()
+        object.__setattr__(self, "grid", check_grid(self.grid))
         if self.gammas is not None:
             check_decay_rates(self.gammas)
             check_end("gamma_final", self.gamma_final, ExponentialSPA.gamma_final, "gammas", self.gammas[-1])
@@ -315,14 +327,19 @@ class ExponentialSPA(Scheme):
 
     @property
     def bounded(self) -> bool:
-        return self.calibration != "paper"
+        return self.calibration != "paper" or self.locations is not None
 
     @property
     def blocks(self) -> int | None:
         return None if self.gammas is None else len(self.gammas)
 
+    @property
+    def locations(self) -> int | None:
+        return self.grid[0] * self.grid[1] if isinstance(self.grid, tuple) else None
+
     def describe(self) -> str:
-        return f"γ_L = {self.gamma_final:g}{'' if self.gammas is None else ', by block'}"
+        lie = "" if self.grid is None else ", by row and column"
+        return f"γ_L = {self.gamma_final:g}{'' if self.gammas is None else ', by block'}{lie}"
 
     def shapes(
         self,
@@ -337,8 +354,8 @@ class ExponentialSPA(Scheme):
         """One shape per block; with a normalised skip α, App. F's decay rates γ_{l,α}."""
         check_repeat_rate(self.repeat_rate)
         check_calibration(self.calibration, skip_weight)
+        self._check_grid(skip_weight, causal, length)
         entering = (kernels.cosine,) if normalised else ()
-        kind = ExponentialShape if causal else SymmetricExponentialShape
         if self.gammas is None:
             steps = exponential_steps(self.gamma_final, depth, skip_weight)
         else:
@@ -346,14 +363,37 @@ class ExponentialSPA(Scheme):
             steps = exponential.steps_through(self.gammas, skip_weight)
         if self.calibration == "mlp-aware":
             limit, through = need_length(length, "mlp-aware"), need_mlp(mlp)
-            targets = (kernels.exponential(step.gamma_out, limit) for step in steps)
+            sides = grid_sides(self.grid, limit)
+            targets = (kernels.exponential_grid(step.gamma_out, *sides) for step in steps)
             leaving = _after(through, *entering)
             return carrying(targets, self.repeat_rate, causal, leaving, instead="calibration='paper'")
-        shapes: list[AttentionShape] = [kind(step, self.repeat_rate) for step in steps]
+        shapes: list[AttentionShape] = [
+            ExponentialShape(step, self.repeat_rate)
+            if causal
+            else SymmetricExponentialShape(step, self.repeat_rate, grid=self.grid)
+            for step in steps
+        ]
         if self.calibration == "exact":
             limit = need_length(length, "exact")
             return exact(shapes, self.repeat_rate, skip_weight, limit, mlp, *entering)
         return shapes
+
+    def _check_grid(self, skip_weight: float, causal: bool, length: int | None) -> None:
+        """Refuse what a grid has no answer to."""
+        if self.grid is None:
+            return
+        if causal:
+            raise ValueError(
+                f"grid={self.grid!r} with causal=True: a grid has no order in which all places see those before them; "
+                "use causal=False, or grid=None"
+            )
+        if skip_weight:
+            raise ValueError(
+                f"grid={self.grid!r} with skip_weight={skip_weight}: App. F's decay rates are those of a line; use "
+                "skip_weight=0, or grid=None"
+            )
+        if length is not None:
+            grid_sides(self.grid, length)
 
 
 def check_calibration(name: str, skip_weight: float) -> None:

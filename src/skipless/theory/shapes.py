@@ -17,7 +17,7 @@ import scipy
 
 from skipless.theory import exponential, kernels, uniform
 from skipless.theory.exponential import ExponentialStep
-from skipless.theory.feasibility import check_length, check_repeat_rate
+from skipless.theory.feasibility import Grid, check_grid, check_length, check_repeat_rate, grid_sides
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +188,9 @@ class ExponentialShape(AttentionShape):
 class SymmetricExponentialShape(TableShape):
     """Non-causal E-SPA, A = Σ(γ')^{½} Σ(γ)^{−½}, by eigendecomposition: it has no closed form. App. A.
 
+    With a grid locations are the places of an image in reading order, (rows, columns) of them or a "square" of any
+    size, Σ is `kernels.exponential_grid` and A = A_rows ⊗ A_columns before the correction for repeated tokens.
+
     Departs: the paper checks non-negativity by experiment; rounding-sized negative entries (≤ 1e-12) become 0 here,
     and anything larger is refused.
     """
@@ -195,18 +198,27 @@ class SymmetricExponentialShape(TableShape):
     step: ExponentialStep
     repeat_rate: float = 0.0
     causal: bool = False
+    grid: Grid | None = None
 
     def __post_init__(self):
         check_repeat_rate(self.repeat_rate)
+        check_grid(self.grid)
 
     def dense(self, length: int) -> np.ndarray:
-        root_in = kernels.symmetric_root(kernels.exponential(self.step.gamma_in, length))
-        root_out = kernels.symmetric_root(kernels.exponential(self.step.gamma_out, length))
-        matrix = np.linalg.solve(root_in, root_out).T
-        average = kernels.uniform(self.repeat_rate, length)
-        norm_in, norm_out = (np.sqrt(np.diagonal(root @ average @ root)) for root in (root_in, root_out))
+        sides = grid_sides(self.grid, length)
+        roots_in, roots_out = (
+            [kernels.symmetric_root(kernels.exponential(gamma, side)) for side in sides]
+            for gamma in (self.step.gamma_in, self.step.gamma_out)
+        )
+        matrix = np.kron(*(np.linalg.solve(*roots).T for roots in zip(roots_in, roots_out, strict=True)))
+        norm_in, norm_out = self._mean_norms(roots_in), self._mean_norms(roots_out)
         instead = f"decay rates above {self.step.gamma_out:g}, at which {length} locations coincide to rounding"
         return non_negative(matrix * norm_in[None, :] / norm_out[:, None], "non-causal E-SPA", instead)
+
+    def _mean_norms(self, roots: list[np.ndarray]) -> np.ndarray:
+        """√diag(R Σ̄_0 R) for the root R = R_rows ⊗ R_columns, where (R R)_ii = 1: √(1 − r + r(R1)_i²). App. B."""
+        sums = np.kron(*(root.sum(axis=1) for root in roots))
+        return np.sqrt(1.0 + self.repeat_rate * (sums - 1.0) * (sums + 1.0))
 
 
 @dataclass(frozen=True)
