@@ -217,6 +217,25 @@ def test_assert_signal_preserved_takes_the_arguments_of_inspect():
     assert len(skipless.assert_signal_preserved(model, ids, blocks=first, allow_drift=False).blocks) == 4
 
 
+def test_norms_that_drift_because_inputs_differ_are_said_to():
+    """A bright image is one row over and over, twice as long as others: no width and no calibration would help."""
+    torch.manual_seed(0)
+    model = skipless.Transformer("vit/mirrored", depth=4, width=64)
+    plain = torch.full((1, 3, 32, 32), 250.0)
+    noise = (torch.randn(3, 3, 32, 32) * 62.0 + 124.0).clamp(0, 255)
+    found = inspect(model, torch.cat([plain, noise]))
+    assert found.verdict.kind == "drift"
+    assert "Squared norms differ as they enter" in found.advice
+    assert "SPA keeps the mean over inputs, not each" in found.advice
+    for words in ("wider", "calibration"):
+        assert words not in found.advice
+    model, ids = network("e-spa", depth=6), tokens()
+    model.blocks[3].register_forward_hook(lambda module, args, out: 2.5 * out)
+    advice = inspect(model, ids).advice
+    assert "a wider network drifts less" in advice
+    assert "calibration='exact'" in advice
+
+
 def test_blocks_are_found_or_named():
     model = network("pre-ln", depth=3)
     assert [name for name, _ in find_blocks(model)] == ["blocks.0", "blocks.1", "blocks.2"]

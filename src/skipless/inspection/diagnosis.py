@@ -21,6 +21,7 @@ _CARRIED = 0.1  # cosine of a location with itself one block earlier; about 0 wi
 _GONE = 0.25  # of the squared differences between locations, what is left where they have become alike
 _ROUNDED = 1e-3  # differences over norms that half precision rounds away
 _LARGE = 3.0  # by what matrices multiply what they read; 1 or 2 where they are drawn as usual
+_UNLIKE = 4.0  # largest over least squared norm at the input; 2 for embeddings of a narrow network
 _GAMMA = 0.005  # the paper's final decay rate without shortcuts
 
 
@@ -208,14 +209,21 @@ def from_behind(verdict: Verdict, signals: Sequence[BlockSignal]) -> bool:
 
 
 def _against_drift(signals: Sequence[BlockSignal], structure: Structure) -> str:
-    scheme = structure.config.scheme if structure.config is not None else None
+    """The repeat rate is that of the mean kernel, which theory starts from; the mean of cosines is another number."""
+    config, start = structure.config, signals[0]
+    scheme = config.scheme if config is not None else None
+    preserving = scheme is not None and scheme.preserves_signal
     words = "Nothing is lost, and a wider network drifts less."
-    if scheme is None or not scheme.preserves_signal:
+    if start.norm_max > _UNLIKE * start.norm_min:
+        words = f"Nothing is lost. Squared norms differ as they enter, {start.norm_min:.2g} … {start.norm_max:.2g}"
+        words += ", as those of bright and plain images do"
+        words += "; SPA keeps the mean over inputs, not each." if preserving else "."
+    if config is None or not preserving:
         return words
-    rate, assumed = max(signals[0].cosine_mean, 0.0), getattr(scheme, "repeat_rate", 0.0)
-    if abs(rate - assumed) > 0.02:
-        words += f" The scheme assumes repeat_rate={assumed:g}; locations start with a cosine of {rate:.2g}."
-    if getattr(scheme, "calibration", None) == "paper":
+    rate, assumed = (start.predicted or {}).get("cosine", start.cosine_mean), getattr(scheme, "repeat_rate", 0.0)
+    if abs(max(rate, 0.0) - assumed) > 0.02:
+        words += f" The scheme assumes repeat_rate={assumed:g}; locations start with a cosine of {max(rate, 0.0):.2g}."
+    if getattr(scheme, "calibration", None) == "paper" and config.mlp_init != "mirrored":
         words += " calibration='exact' keeps the diagonal at 1 where the MLPs move it."
     return words
 
