@@ -31,6 +31,7 @@ FIELDS = {
     (ExponentialSPA, "gamma_final"): ("x", NAN, None, -1, 0, INF, [], True),
     (ExponentialSPA, "repeat_rate"): ("x", NAN, None, -1, 1.0, INF),
     (ExponentialSPA, "calibration"): ("x", None, 1),
+    (ExponentialSPA, "grid"): ("x", NAN, 8, [], (0, 4), (2, 2, 2), True, (8, "8")),
     (UniformSPA, "rho_final"): ("x", NAN, None, -1, 1.0),
     (UniformSPA, "repeat_rate"): ("x", NAN, None, -1, 1.0),
     (UniformSPA, "schedule"): ("x", None),

@@ -105,6 +105,7 @@ def test_json():
         scheme = ExponentialSPA(0.5, grid=grid)
         assert Scheme.from_dict(scheme.to_dict()) == scheme
     assert ExponentialSPA(grid=(3, 4)).to_dict()["grid"] == [3, 4]
+    assert ExponentialSPA(grid=(np.int64(3), 4)).to_dict()["grid"] == [3, 4]
     assert ExponentialSPA(0.5, grid="square").describe() == "γ_L = 0.5, by row and column"
 
 

@@ -1,10 +1,11 @@
 """Where the constructions exist: range checks and bounds, as errors that name the nearest value that works."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
-Grid = tuple[int, int] | Literal["square"]  # rows and columns; or as many of each as locations make a square
+Grid = Literal["square"] | tuple[int, int]  # as many rows as columns, whatever their number; or both, in this order
 
 
 def check_length(length: int) -> int:
@@ -18,9 +19,9 @@ def check_grid(grid: Any) -> Grid | None:
     """How locations lie: (rows, columns), "square", or None for a line."""
     if grid is None or (isinstance(grid, str) and grid == "square"):
         return grid
-    sides = tuple(grid) if isinstance(grid, list | tuple) else ()
-    whole = [side for side in sides if isinstance(side, int) and not isinstance(side, bool) and side >= 1]
-    if len(sides) != 2 or len(whole) != 2:
+    given = tuple(grid) if isinstance(grid, list | tuple) else ()
+    sides = [operator.index(side) for side in given if hasattr(side, "__index__") and not isinstance(side, bool)]
+    if not len(given) == len(sides) == 2 or min(sides) < 1:
         raise ValueError(f"grid is {grid!r}; it must be (rows, columns), both at least 1, or 'square', or None")
     return sides[0], sides[1]
 
