@@ -11,6 +11,7 @@ from skipless.model.transformer import Transformer
 from skipless.nn.patches import PatchEmbedding, cut
 from skipless.ops.attention import Rotation
 from skipless.theory import kernels, propagation
+from skipless.theory.schemes import ExponentialSPA
 
 FAMILY = [name for name in names() if name.startswith("vit/")]
 SMALL = Images(side=16)
@@ -57,6 +58,31 @@ def test_the_family(name):
     assert ModelConfig.from_json(config.to_json()) == config
     assert preset(name, images=SMALL).length == 16
     assert config.replace(images=Images(patch=8)).length == 16
+
+
+@pytest.mark.parametrize("name", ["vit/mirrored", "vit/e-spa"])
+@pytest.mark.parametrize(
+    "images", [Images(side=8), Images(side=24), Images(patch=16), Images(patch=32), Images(side=64)]
+)
+def test_e_spa_follows_the_rows_and_columns_of_any_images(name, images):
+    """Without a size being stated: a preset's, one that is changed later, and one from JSON."""
+    for config in (preset(name, images=images), ModelConfig.from_json(preset(name).replace(images=images).to_json())):
+        shape, side = kernel_maps.attention_shapes(config)[0], images.grid
+        matrix = shape.dense(config.length)
+        target = kernels.exponential_grid(shape.step.gamma_out, side, side)
+        root = kernels.symmetric_root(target)
+        average = kernels.uniform(config.scheme.repeat_rate, config.length)
+        np.testing.assert_allclose(matrix @ average @ matrix.T, kernels.cosine(root @ average @ root), atol=1e-12)
+        if side > 1:
+            assert matrix[0, 1] == pytest.approx(matrix[0, side], rel=1e-12)
+            assert kernel_maps.certificate(config).verdict.kind == "preserved"
+
+
+def test_reading_order_is_there_for_those_who_want_it():
+    config = preset("vit/mirrored", scheme=ExponentialSPA(0.2, 0.148))
+    assert "grid" not in config.to_dict()["scheme"]
+    row = kernel_maps.attention_shapes(config)[0].dense(64)[27]
+    assert row[28] > 10 * row[27 + 8]
 
 
 @torch.no_grad()
@@ -129,6 +155,7 @@ def test_bytes_and_floats_are_the_same_pixels():
         ({"head": "lm", "classes": 0, "causal": True}, "head='lm' predicts tokens, and images have none"),
         ({"width": 24, "heads": 4}, "head width 6 is not a multiple of 4"),
         ({"images": "cifar"}, "images is 'cifar'; it must be Images"),
+        ({"scheme": ExponentialSPA(0.5, grid=(4, 8))}, "is for 32 locations, and length=64; use length=32"),
     ],
 )
 def test_networks_that_cannot_be(fields, words):

@@ -47,8 +47,13 @@ def test_arms_are_equal_but_for_what_they_compare(setting: Setting) -> None:
         assert Experiment.from_json(run.to_json()) == run
         arm = TABLE.arm(name)
         assert len(arm.rates(setting.scale, CIFAR, 3)) == 3
-        assert setting.seeds_of(arm) == (1 if "u-spa" in name else 3)
-    assert total(TABLE, setting) == 11 * 3 + 8 * 2
+        assert setting.seeds_of(arm) == (1 if "u-spa" in name or "line" in name else 3)
+    assert total(TABLE, setting) == 12 * 3 + 8 * 2
+    schemes = {name: runs[name].model.scheme for name in ("mirrored/muon", "mirrored-line/muon")}
+    assert [(each.gamma_final, each.grid, each.repeat_rate) for each in schemes.values()] == [
+        (0.5, "square", 0.148),
+        (0.2, None, 0.148),
+    ]
     seconds = {arm.name: run_seconds(runs[arm.name].model, train, H200) for arm in TABLE.chosen(setting.scale)}
     assert 40 < seconds["pre-ln/muon"] < seconds["pre-ln/muon-24"] < 240
 

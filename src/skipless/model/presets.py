@@ -170,8 +170,9 @@ def _vit_presets() -> dict[str, Callable[..., ModelConfig]]:
     "mirrored" and "mirrored-u-spa" have neither skips nor norms, MLPs that start mirrored, no W_V and W_O and a trained
     gain on every bias, as the text's "mirrored/e-spa". "e-spa" and "u-spa" are the paper's vanilla networks.
 
-    Every location sees all others. E-SPA's kernel exp(−γ|i−j|) is one of reading order: at γ_L = .2 neighbours in a row
-    have a cosine of .82, in a column, 8 further on, of .2. Positions are two: a learned place is half of every row of
+    Every location sees all others. E-SPA's kernel is one of rows and columns, exp(−γ(|Δrow| + |Δcolumn|)), of patches
+    that make a square: at γ_L = .5 neighbours have a cosine of .61 in both directions. The mean of all is .14, that of
+    64 in a line at .2, as text has them. Positions are two: a learned place is half of every row of
     the stream (`nn.patches` says why), and queries and keys are rotated by row and column. A network without skips
     carries places only as far as its attention hands them on; the rotation is there in every block, and since W_Q
     starts at 0 it changes nothing of what theory says of the start. Its base is 100, for distances up to 7.
@@ -187,7 +188,8 @@ def _vit_presets() -> dict[str, Callable[..., ModelConfig]]:
     }
     base |= {"causal": False, "head": "pooled", "classes": 10}
     mirrored = {"mlp_init": "mirrored", "value_output": "identity", "bias_gain": True}
-    exponential, uniform = ExponentialSPA(0.2, IMAGE_REPEAT_RATE), UniformSPA(0.6, IMAGE_REPEAT_RATE)
+    exponential = ExponentialSPA(0.5, IMAGE_REPEAT_RATE, grid="square")
+    uniform = UniformSPA(0.6, IMAGE_REPEAT_RATE)
     networks: dict[str, dict[str, Any]] = {
         "pre-ln": {"scheme": StandardAttention(), **_skips(USUAL, USUAL, "pre")},
         "mirrored": {"scheme": exponential, **mirrored},
