@@ -13,9 +13,11 @@ from skipless.data.image_files import prepare_images
 from skipless.paper.claims import Results
 from skipless.paper.experiments import Setting
 from skipless.paper.facts import ImageSet, Text, facts_of
+from skipless.paper.recipes import recipe
 from skipless.paper.records import Record, ResultsFolder
 from skipless.paper.runs import H200, make_run, missing, outcomes, run_key, run_seconds, total
 from skipless.paper.tables import TABLES, gather, markdown
+from skipless.theory.schemes import ExponentialSPA
 from skipless.training.config import Experiment
 
 CIFAR = ImageSet("cifar10", 32, 3, (125.3, 122.9, 113.9), (62.5, 61.9, 66.5), 10, 0.148, 2.3026, 50_000, "ab12")
@@ -68,6 +70,19 @@ def test_keys_are_of_smoothing_and_moves_too(setting: Setting) -> None:
     assert len({run_key(each, CIFAR) for each in (run, *others)}) == 4
     assert run_key(run, replace(CIFAR, folder="/elsewhere")) == run_key(run, CIFAR)
     assert run_key(run, replace(CIFAR, fingerprint="other")) != run_key(run, CIFAR)
+
+
+def test_grids_are_set_from_text_and_follow_patches() -> None:
+    run = recipe("vit/mirrored")
+    assert run.override("model.images.patch=8").model.scheme.grid == run.model.scheme.grid == "square"
+    assert run.override("model.scheme.grid=4,16").model.scheme.grid == (4, 16)
+    line = run.override("model.scheme.grid=none", "model.scheme.gamma_final=0.2")
+    assert line.model.scheme == ExponentialSPA(0.2, run.model.scheme.repeat_rate)
+    assert Experiment.from_json(line.to_json()) == line
+    with pytest.raises(ValueError, match=r"model.scheme.grid is 'round'; it must be one of 'square'"):
+        run.override("model.scheme.grid=round")
+    with pytest.raises(ValueError, match="is for 32 locations, and length=64"):
+        run.override("model.scheme.grid=4,8")
 
 
 def test_facts_come_back_as_what_they_were(text: Text) -> None:

@@ -202,7 +202,7 @@ class SymmetricExponentialShape(TableShape):
 
     def __post_init__(self):
         check_repeat_rate(self.repeat_rate)
-        check_grid(self.grid)
+        object.__setattr__(self, "grid", check_grid(self.grid))
 
     def dense(self, length: int) -> np.ndarray:
         sides = grid_sides(self.grid, length)
