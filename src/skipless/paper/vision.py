@@ -13,8 +13,10 @@ asked for.
 
 E-SPA's kernel is one of rows and columns (docs/derivations.md). One arm keeps it in reading order, at a decay with the
 same mean cosine, by one optimiser and one seed, and is claimed to be no more than .4 points better. Known beforehand,
-on a CPU, over 500 steps of 64 images by 12 blocks × 64, Muon, one seed, at rates of 3e-3 and 6e-3: on the grid training
-ends at 1.687 and 1.684 and accuracy at 48.4 and 49.3 %, in reading order at 1.694 and 1.696, 48.9 and 48.3 %.
+on a CPU, over 500 steps of 64 images by 12 blocks × 64 with Muon, the better of two rates: two seeds on the grid end at
+training losses of 1.684 and 1.680 and accuracies of 49.3 and 49.1 %, in reading order at 1.694 and 1.682, 48.9 and
+49.5 %. So nothing is known to be gained by it yet. One seed of Pre-LN ends at 1.745, 45.6 %; so short a run says
+nothing of 50 epochs.
 
 Tuning is equal: three rates around an expected one, further ones while the best lies at the edge, chosen by training
 loss as in every table. Images of validation choose nothing. The embedding's rate, patches and places, is one for all.
