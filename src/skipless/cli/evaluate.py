@@ -16,8 +16,7 @@ from skipless.console import check_target, print_table, say, write_output
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import DATASETS, open_corpus
 from skipless.files import DATA_MARK
-from skipless.training.config import Experiment
-from skipless.training.load import LoadedModel, image_run, load, load_model
+from skipless.training.load import LoadedModel, load_image_model, load_model, reads_images
 
 if TYPE_CHECKING:
     from skipless.training.evaluate import EvalResult
@@ -108,12 +107,12 @@ def command(
     nearest, and then computes in fp32 unless --precision names another. A network of images is evaluated on held-out
     ones; of the options it takes --corpus, another folder of prepared images, --device and --precision.
     """
-    if (experiment := image_run(model)) is not None:
+    if reads_images(model):
         given: dict[str, Any] = {"--tasks": tasks, "--stride": stride, "--max-tokens": max_tokens, "--length": length}
         given |= {"--tokenizer": tokenizer, "--quantise": quantise, "--json": json_file, "--separate": separate or None}
         if named := next((name for name, value in given.items() if value is not None), None):
             raise ValueError(f"{named} is not for a network of images, which {model} holds; leave it out")
-        _print_images(model, experiment, corpus, device, precision)
+        _print_images(model, corpus, device, precision)
         return
     if length is not None and length < 1:
         raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
@@ -145,17 +144,26 @@ def command(
         _write(json_file, _record(loaded.origin, options, texts, scores, backend))
 
 
-def _print_images(run: Path, experiment: Experiment, folder: str | None, device: str | None, precision: Any) -> None:
-    """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its own."""
+def _print_images(model: Path, corpus: str | None, device: str | None, precision: Any) -> None:
+    """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its run's own."""
     from skipless.data.image_loader import ImageLoader
     from skipless.data.image_store import ImageStore
     from skipless.training.evaluate import evaluate_images
     from skipless.training.feeds import check_images
 
-    named = experiment if folder is None else experiment.with_fields({"data.folder": folder})
-    store = ImageStore(named.data.folder or "", "valid")
-    check_images(named, store.manifest)
-    result = evaluate_images(load(run, device=device), ImageLoader(store, 256), precision=precision)
+    loaded = load_image_model(model, device)
+    if corpus is None and loaded.data is None:
+        raise ValueError("nothing to evaluate on: this model comes without prepared images; give --corpus")
+    store = ImageStore(corpus or loaded.data or "", "valid")
+    check_images(loaded.model.config, store, "give --corpus a folder of images such as the network was trained on")
+    if loaded.classes is not None and (theirs := store.manifest.classes) != loaded.classes:
+        one, other = next(pair for pair in zip(loaded.classes, theirs, strict=True) if pair[0] != pair[1])
+        number = loaded.classes.index(one)
+        raise ValueError(
+            f"class {number} of {store.folder} is {other!r}, and of {model} {one!r}: right answers would be counted "
+            "wrong; give --corpus a folder of the same classes"
+        )
+    result = evaluate_images(loaded.model, ImageLoader(store, 256), precision=precision)
     print(f"{store.folder}: {result.words()}")
 
 

@@ -31,7 +31,7 @@ from skipless.inspection.inspection import Inspection
 from skipless.inspection.load import FAMILIES, build_family, open_pretrained, pretrained_tokenizer
 from skipless.model import presets
 from skipless.model.config import Images
-from skipless.training.load import find_tokenizer, image_run, load, load_model
+from skipless.training.load import find_tokenizer, load, load_model, reads_images
 from skipless.training.run import EXPERIMENT
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class InspectArguments:
             check_fits(4 * config.matrix_parameters, self.model, _SMALLER)
             check_fits(8 * self.rows * (self.length or _LENGTH) * config.width, f"--batch {self.rows}", _FEWER)
             return skipless.Transformer(config).eval(), None
-        if image_run(folder) is not None:
+        if reads_images(folder):
             return load(folder), None
         if (folder / EXPERIMENT).is_file():
             loaded = load_model(folder, None if wanted else "bytes")

@@ -3,6 +3,8 @@
 import skipless
 model = transformers.AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+and of a network of images AutoModelForImageClassification, with AutoImageProcessor.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from skipless.hf.configuration import SkiplessConfig
     from skipless.hf.modeling import (
         SkiplessForCausalLM,
+        SkiplessForImageClassification,
         SkiplessForSequenceClassification,
         SkiplessForTokenClassification,
         SkiplessModel,
@@ -26,6 +29,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "configuration": ["SkiplessConfig"],
         "modeling": [
             "SkiplessForCausalLM",
+            "SkiplessForImageClassification",
             "SkiplessForSequenceClassification",
             "SkiplessForTokenClassification",
             "SkiplessModel",

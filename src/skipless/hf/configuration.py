@@ -9,6 +9,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 from skipless.console import near_names
 from skipless.model.config import ModelConfig
+from skipless.schema import shortened
 
 FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
 # What other families call the sizes: accepted nowhere in silence.
@@ -29,18 +30,23 @@ _LOADER_TEXT = '''"""The network of this folder is code of the package skipless,
 from skipless.hf import (
     SkiplessConfig,
     SkiplessForCausalLM,
+    SkiplessForImageClassification,
     SkiplessForSequenceClassification,
     SkiplessForTokenClassification,
     SkiplessModel,
 )
 '''
-AUTO_CLASSES = {
-    "AutoConfig": "SkiplessConfig",
-    "AutoModel": "SkiplessModel",
+_BARE = {"AutoConfig": "SkiplessConfig", "AutoModel": "SkiplessModel"}
+TEXT_CLASSES = _BARE | {
     "AutoModelForCausalLM": "SkiplessForCausalLM",
     "AutoModelForSequenceClassification": "SkiplessForSequenceClassification",
     "AutoModelForTokenClassification": "SkiplessForTokenClassification",
 }
+IMAGE_CLASSES = _BARE | {"AutoModelForImageClassification": "SkiplessForImageClassification"}
+# What transformers calls the sizes of images, and the fields of Images that they are.
+_IMAGE_SIZES = {"image_size": "side", "patch_size": "patch", "num_channels": "channels"}
+# which say nothing of images
+_OF_TEXT = ("use_cache", "tie_word_embeddings", "packed", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class SkiplessConfig(PreTrainedConfig):
@@ -49,7 +55,8 @@ class SkiplessConfig(PreTrainedConfig):
     ModelConfig stays the only list of fields and the only check: SkiplessConfig(width=256, scheme={"kind": "e-spa"}).
     transformers' names read and write the same fields, and stand in config.json too: hidden_size, num_hidden_layers,
     num_attention_heads, num_key_value_heads, intermediate_size, and max_position_embeddings for the training length,
-    which is no limit. num_labels is the number of classes of a classifier.
+    which is no limit. num_labels is the number of classes of a classifier. Of a network of images config.json also has
+    image_size, patch_size and num_channels, which read `images` and cannot be set.
     """
 
     model_type = "skipless"
@@ -73,19 +80,20 @@ class SkiplessConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any):
         kwargs = self._in_own_names(kwargs)
         kwargs.pop("auto_map", None)  # to_dict writes it
+        sizes = {name: kwargs.pop(name) for name in _IMAGE_SIZES if name in kwargs}
         native = ModelConfig.from_dict({name: kwargs.pop(name) for name in FIELDS if name in kwargs})
         self._check_unknown(kwargs)
-        if native.images is not None:
-            raise ValueError(
-                "a network of images has no place among transformers' models of text; skipless.load opens a run of it, "
-                "and skipless.training.save_weights keeps its weights"
-            )
-        if not native.tied_head:
+        if not native.tied_head or native.images is not None:
             self.tie_word_embeddings = False
+        if native.images is not None:
+            self.use_cache = False
         for name, value in native.to_dict().items():
             setattr(self, name, value)
+        for name, value in sizes.items():
+            self._check_image_size(name, value)
         if native.classes and self.id2label is None:
             kwargs.setdefault("num_labels", native.classes)
+        self._check_labels()
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -100,10 +108,27 @@ class SkiplessConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Plain data; sizes under both names, for tools that read the file, and the classes that LOADER imports."""
         common = {name: getattr(self, own) for name, own in self.attribute_map.items()}
+        classes, written = TEXT_CLASSES, super().to_dict()
+        if self.images is not None:
+            classes = IMAGE_CLASSES
+            common |= {name: self.images[own] for name, own in _IMAGE_SIZES.items()}
+            for name in _OF_TEXT:
+                written.pop(name, None)
         module = LOADER.removesuffix(".py")
-        return (
-            super().to_dict() | common | {"auto_map": {auto: f"{module}.{own}" for auto, own in AUTO_CLASSES.items()}}
-        )
+        return written | common | {"auto_map": {auto: f"{module}.{own}" for auto, own in classes.items()}}
+
+    def __getattr__(self, name: str) -> Any:
+        """image_size, patch_size and num_channels, which a network of text has not."""
+        images = vars(self).get("images")
+        if name in _IMAGE_SIZES and images is not None:
+            return images[_IMAGE_SIZES[name]]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key in _IMAGE_SIZES:
+            self._check_image_size(key, value)
+        else:
+            super().__setattr__(key, value)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the file by which trust_remote_code=True finds this package."""
@@ -125,6 +150,25 @@ class SkiplessConfig(PreTrainedConfig):
                 )
             named[own] = value if value is not None else named.get(own)
         return named
+
+    def _check_image_size(self, name: str, value: Any) -> None:
+        """Refuse a size of images that is not the network's: its places are learned, each for one patch."""
+        if (images := vars(self).get("images")) is None:
+            raise ValueError(f"{name} is {value!r}, but this is a network of text; one of images has images={{…}}")
+        if (own := images[_IMAGE_SIZES[name]]) != value:
+            raise ValueError(
+                f"{name} is {value!r}, and images.{_IMAGE_SIZES[name]} {own!r}: the network takes images of one size, "
+                "since it learned a place for each patch. Resize them, as the image processor of an export does"
+            )
+
+    def _check_labels(self) -> None:
+        """Refuse names of classes that are not numbered 0, 1, …: an answer's name is looked up by its number."""
+        given = {} if self.id2label is None else self.id2label
+        numbers = [str(number) for number in given] if isinstance(given, dict) else None
+        if numbers is None or set(numbers) != {str(number) for number in range(len(numbers))}:
+            raise ValueError(
+                f"id2label is {shortened(given)}; it must have a name for each class 0, 1, …, none left out"
+            )
 
     def _check_unknown(self, kwargs: dict[str, Any]) -> None:
         """transformers keeps unknown names as attributes; one that is nearly a field is a slip that changes a model."""

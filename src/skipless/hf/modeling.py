@@ -1,6 +1,7 @@
-"""The network as Hugging Face models: the bare one, a language model and two classifiers."""
+"""The network as Hugging Face models: the bare one, a language model, and classifiers of texts, tokens and images."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -9,13 +10,15 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
+    ImageClassifierOutput,
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
 from transformers.models.auto import modeling_auto
 from transformers.utils.generic import can_return_tuple
 
-from skipless.hf.configuration import AUTO_CLASSES, SkiplessConfig
+from skipless.hf.configuration import IMAGE_CLASSES, TEXT_CLASSES, SkiplessConfig
+from skipless.hf.images import check_labels, image_processor
 from skipless.hf.inputs import filled_up, fixed_size
 from skipless.hf.pretrained import SkiplessPreTrainedModel
 from skipless.hf.tokenizer import fast_tokenizer
@@ -40,10 +43,12 @@ class SkiplessModel(SkiplessPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        pixel_values: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """The last block's output after the final norm; arguments are those of `run`."""
-        hidden = self.run(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        hidden = self.run(*given, pixel_values=pixel_values, **kwargs)
         return BaseModelOutputWithPast(hidden.last, hidden.cache, hidden.states, hidden.attentions)
 
 
@@ -51,6 +56,7 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
     """A language model. lm_head.weight is the embedding itself, or with tied_head=False the native head's."""
 
     native_head = "lm"
+    of_images = False
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012  (transformers' own form)
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
@@ -163,6 +169,7 @@ class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
     """A classifier of texts: the native pooled head, on the mean over tokens, with config.num_labels classes."""
 
     native_head = "pooled"
+    of_images = False
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
         super().__init__(config, native)
@@ -186,7 +193,7 @@ class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
         logits: Any = self.model.logits(hidden.last, hidden.layout)
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return SequenceClassifierOutputWithPast(loss, logits, hidden.cache, hidden.states, hidden.attentions)
 
 
@@ -194,6 +201,7 @@ class SkiplessForTokenClassification(SkiplessPreTrainedModel):
     """A classifier of tokens: the native token head, with config.num_labels classes."""
 
     native_head = "token"
+    of_images = False
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
         super().__init__(config, native)
@@ -215,11 +223,60 @@ class SkiplessForTokenClassification(SkiplessPreTrainedModel):
         """Logits (batch, T, num_labels), and the mean cross entropy where labels (−100: ignored) are given."""
         hidden = self.run(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         logits: Any = self.model.logits(hidden.last)
-        loss = self.loss_function(logits, labels, self.config) if labels is not None else None
+        loss = self.loss_function(logits, labels, self.config, **kwargs) if labels is not None else None
         return TokenClassifierOutput(loss, logits, hidden.states, hidden.attentions)
 
 
-for _auto, _own in AUTO_CLASSES.items():
+class SkiplessForImageClassification(SkiplessPreTrainedModel):
+    """A classifier of images: the native pooled head, on the mean over patches, with config.num_labels classes.
+
+    pixel_values are normalised, as the image processor of an export gives them and as every model of transformers takes
+    them; the native network normalises pixels itself.
+    """
+
+    native_head = "pooled"
+    of_images = True
+    main_input_name = "pixel_values"
+    input_modalities = "image"
+
+    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
+        super().__init__(config, native)
+        self.num_labels = self.model.config.classes
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        interpolate_pos_encoding: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits (batch, num_labels), and the loss by config.problem_type where labels are given.
+
+        That of single classes is the mean cross entropy, without the label smoothing that a run may have trained with.
+        """
+        if interpolate_pos_encoding:
+            raise ValueError(
+                "interpolate_pos_encoding: attention is made for this number of patches; resize the images"
+            )
+        hidden = self.run(
+            None,
+            pixel_values=pixel_values,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        logits: Any = self.model.logits(hidden.last)
+        loss = None
+        if labels is not None:
+            check_labels(labels, self.num_labels)
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return ImageClassifierOutput(loss, logits, hidden.states, hidden.attentions)
+
+
+for _auto, _own in (TEXT_CLASSES | IMAGE_CLASSES).items():
     if _auto != "AutoConfig":
         getattr(modeling_auto, _auto).register(SkiplessConfig, globals()[_own], exist_ok=True)
 
@@ -237,3 +294,13 @@ def as_pretrained(model: Transformer, tokenizer: Any, *, packed: bool = False) -
     if wrapper.generation_config is not None:
         wrapper.generation_config.eos_token_id = tokenizer.end
     return wrapper, fast
+
+
+def images_as_pretrained(model: Transformer, labels: Sequence[str] | None) -> tuple[SkiplessPreTrainedModel, Any]:
+    """A network of images, whose parameters are shared, and the processor of its pictures, as transformers knows them.
+
+    labels are the names of its classes, where they are known.
+    """
+    wrapper = SkiplessForImageClassification.from_native(model, labels=labels)
+    assert model.config.images is not None
+    return wrapper, image_processor(model.config.images)

@@ -1,6 +1,6 @@
 """What every Hugging Face model here shares: a native network that transformers loads, saves, runs and checkpoints."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from skipless.files import HASHES, check_hashes
 from skipless.hf.configuration import SkiplessConfig
+from skipless.hf.images import check_pixels
 from skipless.hf.inputs import Placement
 from skipless.model.config import Head, ModelConfig
 from skipless.model.fold import FoldedTransformer
@@ -42,6 +43,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     native_head: ClassVar[Head | None] = None  # None: whichever the config names
+    of_images: ClassVar[bool | None] = None  # None: of images or of text
     _no_split_modules = ["Block"]  # noqa: RUF012  (transformers' own form)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
@@ -55,6 +57,8 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         settings = self._settings(config)
         self.model = Transformer(settings) if native is None else native
         self.recomputed = RecomputedCall()
+        if settings.images is not None:
+            self.main_input_name = "pixel_values"
         for parameter in self.model.parameters():
             # the native constructor has initialised them: post_init would do so a second time
             vars(parameter)["_is_hf_initialized"] = not parameter.is_meta
@@ -62,6 +66,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
     @classmethod
     def _settings(cls, config: SkiplessConfig) -> ModelConfig:
         """The native configuration. A classifier's head is its class's, of num_labels; the config then says so too."""
+        cls._check_kind(config.images is not None)
         if cls.native_head in ("token", "pooled"):
             config.head, config.classes = cls.native_head, config.num_labels
         cls._check_head(config.head)
@@ -73,12 +78,28 @@ class SkiplessPreTrainedModel(PreTrainedModel):
             raise ValueError(f"head is {head!r}; {cls.__name__} wraps networks with head={cls.native_head!r}")
 
     @classmethod
-    def from_native(cls, model: Transformer, tokenizer: Any = None) -> Any:
-        """The wrapper of a native model, whose parameters it shares; special token ids come from the tokenizer."""
+    def _check_kind(cls, images: bool) -> None:
+        if cls.of_images not in (None, images):
+            kind, auto = ("images", "ImageClassification") if images else ("text", "CausalLM")
+            raise ValueError(f"{cls.__name__} is not for a network of {kind}: AutoModelFor{auto} opens such networks")
+
+    @classmethod
+    def from_native(cls, model: Transformer, tokenizer: Any = None, *, labels: Sequence[str] | None = None) -> Any:
+        """The wrapper of a native model, whose parameters it shares; special token ids come from the tokenizer.
+
+        labels: names of a classifier's classes, in their order; None is LABEL_0, LABEL_1, ….
+        """
+        cls._check_kind(model.config.images is not None)
         cls._check_head(model.config.head)
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        ids = {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
-        config = SkiplessConfig.from_native(model.config, dtype=model.embedding.weight.dtype, **ids)
+        known = {} if tokenizer is None else {name: getattr(tokenizer, name) for name in names}
+        if labels is not None:
+            if len(set(labels)) != model.config.classes or len(labels) != model.config.classes:
+                raise ValueError(
+                    f"labels are {len(set(labels))} names for {model.config.classes} classes: one for each"
+                )
+            known |= {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+        config = SkiplessConfig.from_native(model.config, dtype=model.embedding.weight.dtype, **known)
         wrapper = cls(config, native=model)
         return wrapper.train(model.training)
 
@@ -94,9 +115,19 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         if place is not None and Path(place).is_dir():
             check_hashes(Path(place))
         told = kwargs.pop("output_loading_info", False)
-        model, info = cast(tuple[Any, dict], super().from_pretrained(*args, output_loading_info=True, **kwargs))
+        try:
+            model, info = cast(tuple[Any, dict], super().from_pretrained(*args, output_loading_info=True, **kwargs))
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(
+                f"the weights in {place} are not of the sizes that are asked for, as transformers reports above. Load "
+                "them with the config they were saved with; for another number of classes add "
+                "ignore_mismatched_sizes=True to num_labels=…, and the head is drawn anew"
+            ) from error
         _check_loaded(model, info, place)
-        model.model.build_shapes()
+        settings = model.model.config
+        model.model.build_shapes(None if settings.images is None else settings.length)  # images have one length
         return (model, info) if told else model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -126,6 +157,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        pixel_values: Tensor | None = None,
         **_: Any,
     ) -> Hidden:
         """The native network on transformers' arguments, which mean the same for every head.
@@ -134,7 +166,13 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         they start again at 0 for each document of a packed row. inputs_embeds are rows as get_input_embeddings() gives.
         output_hidden_states gives depth + 1 tensors: the embedding, then each block's output, the last after the norm.
         output_attentions gives each block's softmax rows; attention then runs by its dense definition, which has them.
+        A network of images takes pixel_values alone, (batch, channels, side, side), normalised.
         """
+        if self.model.config.images is not None:
+            given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds)
+            inputs_embeds, use_cache = self._patches(pixel_values, given), False
+        elif pixel_values is not None:
+            raise ValueError("pixel_values are given to a network of text: give input_ids (batch, T)")
         x = input_ids if input_ids is not None else inputs_embeds
         if x is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("give either input_ids (batch, T) or inputs_embeds (batch, T, width), one of the two")
@@ -158,6 +196,20 @@ class SkiplessPreTrainedModel(PreTrainedModel):
             (*recorded.states[:-1], last) if states else None,
             tuple(recorded.attentions) if weights else None,
         )
+
+    def _patches(self, pixels: Any, others: Sequence[Any]) -> Tensor:
+        """The rows of the patches of normalised images: in the native network the pixels are not, and come out equal.
+
+        The embedding is called as a module: what accelerate hangs on it has to act.
+        """
+        if any(each is not None for each in others):
+            raise ValueError(
+                "a network of images takes them alone, by name (pixel_values=…): no tokens, masks, positions or caches"
+            )
+        images = self.model.config.images
+        assert images is not None
+        check_pixels(pixels, images)
+        return self.model.embedding(pixels, normalised=True)
 
     @property
     def _checkpointing(self) -> bool:
@@ -189,6 +241,8 @@ class SkiplessPreTrainedModel(PreTrainedModel):
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """As in transformers; the native config follows."""
+        if self.model.config.images is not None:
+            raise ValueError("a network of images has no table of tokens to resize; its classes are num_labels")
         embedding = super().resize_token_embeddings(*args, **kwargs)
         self.model.config = self.model.config.replace(vocab_size=embedding.num_embeddings)
         return embedding
@@ -212,7 +266,8 @@ class SkiplessPreTrainedModel(PreTrainedModel):
 
 
 def _check_loaded(model: SkiplessPreTrainedModel, info: dict[str, Any], place: Any) -> None:
-    classifier = () if model.native_head == "lm" else ("model.head.",)  # which a language model's weights lack
+    whole = model.native_head == "lm" or model.config.images is not None
+    classifier = () if whole else ("model.head.",)  # which a language model's weights lack
     found = {
         "missing": {name for name in info["missing_keys"] if not name.startswith(classifier)},
         "without a place": {name for name in info["unexpected_keys"] if not name.startswith("model.head.")},

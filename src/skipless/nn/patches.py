@@ -33,10 +33,12 @@ class PatchEmbedding(nn.Module):
         for table in (self.weight, self.places):
             table.normal_(0.0, self.weight.shape[0] ** -0.5)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, channels, side, side) of pixels in 0 … 255 → (batch, patches, width)."""
+    def forward(self, images: Tensor, *, normalised: bool = False) -> Tensor:
+        """(batch, channels, side, side) of pixels in 0 … 255, or of what `normalised` makes of them → (batch, patches,
+        width)."""
         self.check(images)
-        rows = cut(self.normalised(images), self.patch) / math.sqrt(self.weight.shape[1])
+        pixels = images.to(self.weight.dtype) if normalised else self.normalised(images)
+        rows = cut(pixels, self.patch) / math.sqrt(self.weight.shape[1])
         content = nn.functional.linear(rows, self.weight)
         return (content + self.places.to(content.dtype)) * math.sqrt(0.5)
 

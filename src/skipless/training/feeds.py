@@ -5,9 +5,10 @@ import logging
 from torch import nn
 
 from skipless.data.image_loader import Augmentation, ImageLoader
-from skipless.data.image_store import ImageManifest, ImageStore
+from skipless.data.image_store import ImageStore
 from skipless.data.loader import TokenLoader
 from skipless.data.store import TokenStore
+from skipless.model.config import ModelConfig
 from skipless.training.config import NO_IMAGES, Experiment, TrainConfig
 from skipless.training.distributed import World
 from skipless.training.evaluate import EvalResult, ImageResult, evaluate_images, evaluate_loss
@@ -74,7 +75,9 @@ class ImageFeed:
         config, data = experiment.train, experiment.data
         self.config, self.world = config, world
         store = ImageStore(data.folder or "")
-        check_images(experiment, store.manifest)
+        if data.packed:
+            raise ValueError("data.packed=True is about documents, and images are none; use --set data.packed=false")
+        check_images(experiment.model, store, "use --set {name}={value}")
         shape = (config.batch_size, config.seed, world.rank, world.size)
         self.loader = ImageLoader(store, *shape, augmentation=Augmentation(data.crop, data.flip))
         self.valid = self._held_out(experiment, store) if config.eval_every else None
@@ -120,22 +123,22 @@ def open_feed(experiment: Experiment, world: World) -> Feed:
     return feed
 
 
-def check_images(experiment: Experiment, manifest: ImageManifest) -> None:
-    """Refuse a network that is not of the folder's images, with the settings that are."""
-    model, folder = experiment.model, experiment.data.folder
+def check_images(model: ModelConfig, store: ImageStore, advice: str) -> None:
+    """Refuse a network that is not of the store's images; advice may speak of the {name} and {value} that would be."""
+    manifest, folder = store.manifest, store.folder
     assert model.images is not None
-    if experiment.data.packed:
-        raise ValueError("data.packed=True is about documents, and images are none; use --set data.packed=false")
     pairs = {
         "model.images.side": (model.images.side, manifest.side),
         "model.images.channels": (model.images.channels, manifest.channels),
         "model.classes": (model.classes, len(manifest.classes)),
+        "model.head": (model.head, "pooled"),
     }
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
-            raise ValueError(f"{name}={ours}, and the images of {folder} have {theirs}; use --set {name}={theirs}")
-    if model.head != "pooled":
-        raise ValueError(f"model.head={model.head!r}, and an image has one class; use --set model.head=pooled")
+            seen = f"{name}={ours}, and the images of {folder} have {theirs}"
+            if name == "model.head":
+                seen = f"{name}={ours!r}, and an image has one class"
+            raise ValueError(f"{seen}; {advice.format(name=name, value=theirs)}")
     seen = {"mean": model.images.mean, "std": model.images.std}
     for name, theirs in {"mean": manifest.mean, "std": manifest.std}.items():
         if any(abs(a - b) > 10.0 for a, b in zip(seen[name], theirs, strict=True)):

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipless.console import near_names
+from skipless.data.image_store import holds_images, read_images
 from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
-from skipless.files import HASHES, check_hashes, reading
+from skipless.files import HASHES, check_hashes, mapping, read_json, reading
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
 from skipless.schema import check
 from skipless.training.config import Experiment
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
 
 CONFIG = "config.json"
+_EXPORT_AGAIN = "export it again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +39,20 @@ class LoadedModel:
     stop: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedImageModel:
+    """A network of images in evaluation mode, and what is known of it.
+
+    classes are their names in the order of the logits, and data the prepared folder that a run was trained on; None
+    where they are not known.
+    """
+
+    model: "Transformer"
+    origin: str
+    classes: tuple[str, ...] | None = None
+    data: Path | None = None
+
+
 def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str | None = "cpu") -> "Transformer":
     """A trained model in evaluation mode, its tokenizer attached: load("runs/e-spa").generate("The signal").
 
@@ -44,20 +60,38 @@ def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str |
     `skipless export` wrote. tokenizer names the model's own where it does not lie beside it: a .model file, a prepared
     folder or "bytes". device None is a GPU where there is one. A network of images has no tokenizer.
     """
-    if (experiment := image_run(Path(path))) is not None:
-        from skipless.training.distributed import find_device
-
-        path = Path(path)
-        found = _checkpoint(path, experiment) if _is_checkpoint(path) else _run_weights(path, experiment)
-        return found[0].to(find_device(device))
+    if reads_images(Path(path)):
+        return load_image_model(path, device).model
     return load_model(path, tokenizer, device).model
+
+
+def load_image_model(path: str | Path, device: str | None = "cpu") -> LoadedImageModel:
+    """A network of images, from where `load` opens one, with all that is known of it."""
+    path = Path(path)
+    check_model(path)
+    if not reads_images(path):
+        raise ValueError(
+            f"{path} holds a network of text, and this is for images; skipless.load({str(path)!r}) opens it"
+        )
+    from skipless.training.distributed import find_device
+
+    place = find_device(device)
+    if (experiment := _experiment(path)) is None:
+        loaded = _saved_images(path)
+    else:
+        found = _checkpoint(path, experiment) if _is_checkpoint(path) else _run_weights(path, experiment)
+        folder = Path(experiment.data.folder) if experiment.data.folder else None
+        known = folder is not None and holds_images(folder)
+        loaded = LoadedImageModel(*found, read_images(folder).classes if folder and known else None, folder)
+    loaded.model.to(place)
+    return loaded
 
 
 def load_model(path: str | Path, tokenizer: str | Path | None = None, device: str | None = "cpu") -> LoadedModel:
     """What `load` opens, with all that is known of it."""
     path = Path(path)
     check_model(path)
-    if image_run(path) is not None:
+    if reads_images(path):
         raise ValueError(
             f"{path} holds a network of images, and this is for text; skipless.load({str(path)!r}) opens it"
         )
@@ -82,13 +116,21 @@ def check_model(path: Path) -> None:
         raise ValueError(_why_not(path))
 
 
-def image_run(path: Path) -> Experiment | None:
-    """The experiment of a run, or of a checkpoint in it, if its network is one of images."""
+def reads_images(path: Path) -> bool:
+    """Whether a run, a checkpoint in it, or a saved model is a network of images."""
+    if (experiment := _experiment(path)) is not None:
+        return experiment.model.images is not None
+    if not (path / CONFIG).is_file():
+        return False
+    check_hashes(path, CONFIG)
+    config = read_json(path / CONFIG, mapping, _EXPORT_AGAIN)
+    return config.get("model_type") == "skipless" and config.get("images") is not None
+
+
+def _experiment(path: Path) -> Experiment | None:
+    """That of a run, or of a checkpoint's run; a saved model has none."""
     folder = path.parents[1] if _is_checkpoint(path) else path
-    if not (folder / EXPERIMENT).is_file():
-        return None
-    experiment = read_experiment(folder)
-    return experiment if experiment.model.images is not None else None
+    return read_experiment(folder) if (folder / EXPERIMENT).is_file() else None
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -233,7 +275,7 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
     tokenizer = tokenizer or own
     assert tokenizer is not None
     ends = saved.generation_config.eos_token_id if saved.generation_config is not None else None
-    with reading(path / "generation_config.json", "export it again"):
+    with reading(path / "generation_config.json", _EXPORT_AGAIN):
         several = ends if isinstance(ends, list) else [tokenizer.end if ends is None else ends]
         stop = check(several, tuple[int, ...], "eos_token_id")
         if not all(0 <= end < model.config.vocab_size for end in stop):
@@ -242,3 +284,10 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
     loaded = LoadedModel(model, tokenizer, str(path), model.config.length, packed, stop=stop)
     _check_tokenizer(loaded, own)
     return loaded
+
+
+def _saved_images(path: Path) -> LoadedImageModel:
+    saved = open_pretrained(path)
+    names = tuple(saved.config.id2label[number] for number in range(saved.config.num_labels))
+    known = any(name != f"LABEL_{number}" for number, name in enumerate(names))  # transformers' for no name
+    return LoadedImageModel(saved.model, str(path), names if known else None)
