@@ -155,7 +155,12 @@ VALUES: list[list[str]] = [
         prompt=("a\udcffb",),
     ),
     *([command, name] for command in ("generate", "eval", "export") for name in ("nosuch", "data", "text.txt", "")),
-    *spread("export run", out=("text.txt", "run"), tokenizer=("nosuch", "tasks", "text.txt")),
+    *spread("export run", out=("text.txt", "run"), tokenizer=("nosuch", "tasks", "text.txt"), classes=("images",)),
+    *spread(
+        "export vit-run", out=("text.txt", "vit-run"), tokenizer=("bytes",), classes=("nosuch", "data", "pictures")
+    ),
+    *spread("eval vit-export", corpus=("nosuch", "data", "text.txt"), tasks=("piqa",), length=("4",), device=("tpu",)),
+    said("eval vit-export"),
     *(
         ["train", name, "--device", "cpu"]
         for name in ("nosuch", "nosuch.json", "text.txt", "data", "wikitext103/x", "")
@@ -240,6 +245,7 @@ READERS: dict[str, list[str]] = {
     "export/config.json": said(GENERATE.replace("run", "export", 1)),
     "export/tokenizer.json": said(GENERATE.replace("run", "export", 1)),
     "export/tokenizer_config.json": said(GENERATE.replace("run", "export", 1)),
+    "vit-export/config.json": said("eval vit-export --corpus images --device cpu"),
     "inspection.json": ["report", "inspection.json"],
     "certificates.json": ["report", "certificates.json"],
     "results/skips-small.json": ["report", "results"],
@@ -259,6 +265,7 @@ HARMLESS = {
     ("results/skips-small.json", "a key less"): "the version that wrote it",
     # the folder has no hashes.json, and is said to be unverified: what is left out has its default
     ("export/config.json", "a key less"): "fields of later versions are missing in older files",
+    ("vit-export/config.json", "a key less"): "likewise",
     ("export/tokenizer.json", "a key less"): "its version",
     ("export/tokenizer_config.json", "a key less"): "defaults of transformers",
     ("export/tokenizer_config.json", "another object"): "defaults of transformers",
@@ -281,6 +288,7 @@ BINARIES: list[tuple[str, str, bytes, list[str]]] = [
         for file, words in {
             "run/model.safetensors": GENERATE,
             "export/model.safetensors": GENERATE.replace("generate run", "generate export"),
+            "vit-export/model.safetensors": "eval vit-export --corpus images --device cpu",
             "run/probes/step-00000000.npz": "report run",
         }.items()
         for name, content in {

@@ -95,7 +95,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text, pictures, prepared data, runs, an export, an inspection, certificates, results and a task: each whole."""
+    """Text, pictures, prepared data, runs, exports, an inspection, certificates, results and a task: each whole."""
     home = tmp_path_factory.mktemp("world")
     documents = [f"Document {number} says that foxes jump over dogs, {number} times." * 3 for number in range(60)]
     (home / "text.txt").write_text("\n\n\n".join(documents))
@@ -115,6 +115,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "prepare lines.jsonl --bytes --valid-fraction 0.3 --out data --workers 1",
             "train experiment.json --out run --device cpu",
             "export run --out export",
+            "train vit.json --out vit-run --device cpu",
+            "export vit-run --out vit-export",
             "inspect run --length 8 --json inspection.json",
             "kernels e-spa --depth 3 --length 6 --no-figure --json certificates.json",
         ):

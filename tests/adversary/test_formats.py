@@ -79,6 +79,7 @@ FILES = (
     "export/config.json",
     "export/tokenizer_config.json",
     "export/generation_config.json",
+    "vit-export/config.json",
     "inspection.json",
     "certificates.json",
     "results/skips-small.json",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skipless.console import near_names
 from skipless.data.image_store import holds_images, read_images
@@ -10,7 +10,7 @@ from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from skipless.files import HASHES, check_hashes, mapping, read_json, reading
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
-from skipless.schema import check
+from skipless.schema import check, shortened
 from skipless.training.config import Experiment
 from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, WEIGHTS, read_experiment
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _EXPORT_AGAIN = "export it again"
+_OURS = "skipless"  # the model_type of our networks
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +123,13 @@ def reads_images(path: Path) -> bool:
         return experiment.model.images is not None
     if not (path / CONFIG).is_file():
         return False
+    config = _saved_config(path)
+    return config.get("model_type") == _OURS and config.get("images") is not None
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
     check_hashes(path, CONFIG)
-    config = read_json(path / CONFIG, mapping, _EXPORT_AGAIN)
-    return config.get("model_type") == "skipless" and config.get("images") is not None
+    return read_json(path / CONFIG, mapping, _EXPORT_AGAIN)
 
 
 def _experiment(path: Path) -> Experiment | None:
@@ -262,6 +267,11 @@ def _checkpoint(path: Path, experiment: Experiment) -> "tuple[Transformer, str]"
 
 def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
     if tokenizer is None and not _has_tokenizer(path):
+        if (kind := _saved_config(path).get("model_type")) != _OURS:
+            raise ValueError(
+                f"{path / CONFIG} is of no skipless network (model_type is {shortened(kind)}): it is damaged, or "
+                "another's, which `skipless inspect` reads"
+            )
         raise ValueError(
             f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
         )
