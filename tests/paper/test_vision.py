@@ -50,7 +50,7 @@ def test_arms_are_equal_but_for_what_they_compare(setting: Setting) -> None:
         arm = TABLE.arm(name)
         assert len(arm.rates(setting.scale, CIFAR, 3)) == 3
         assert setting.seeds_of(arm) == (1 if "u-spa" in name or "line" in name else 3)
-    assert total(TABLE, setting) == 12 * 3 + 8 * 2
+    assert total(TABLE, setting) == 13 * 3 + 9 * 2
     schemes = {name: runs[name].model.scheme for name in ("mirrored/muon", "mirrored-line/muon")}
     assert [(each.gamma_final, each.grid, each.repeat_rate) for each in schemes.values()] == [
         (0.5, "square", 0.148),

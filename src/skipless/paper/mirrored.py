@@ -179,14 +179,13 @@ MIRRORED = PaperTable(
 
 
 def _with_readers(optimizer: Optimizer) -> Arm:
-    """`mirrored-gain` with half as many heads again, whose W_V and W_O move as fast as W_Q and W_K."""
+    """`mirrored-gain` with half as many heads again, which have W_V and W_O and read."""
     arm = ARMS[optimizer]["mirrored-gain"]
     return replace(
         arm,
         name=f"mirrored-readers/{optimizer}",
         label=f"E-SPA mirrored, W_V = W_O = I, gains, readers: as many parameters as Pre-LN, {_OPTIMISERS[optimizer]}",
         changes=_READERS,
-        role_rates=_factors(value=FACTORS_QK, output=FACTORS_QK),
     )
 
 
@@ -209,8 +208,8 @@ READERS = PaperTable(
     quantities=("train_loss", "valid_loss"),
     embedding_rates=EMBEDDING_RATES,
     note=(
-        "Rates are those tuned over 1,500 steps. W_Q, W_K and the readers' W_V and W_O have 3 times the rate, the MLP "
-        "half of it, gains 0.01. All but `mirrored-gain` have equally many parameters."
+        "Rates are those tuned over 1,500 steps. W_Q and W_K of mirrored networks have 3 times the rate, the MLP half "
+        "of it, gains 0.01. All but `mirrored-gain` have equally many parameters."
     ),
 )
 

@@ -32,7 +32,6 @@ MIRRORED = OptimizerConfig(
     "muon", 2e-3, embedding_rate=1e-2, role_rates={"query": 3.0, "key": 3.0, "up": 0.5, "down": 0.5}
 )
 GAIN_RATE = 1e-2
-READERS_RATE = 3.0  # of W_V and W_O of readers, which start as far from their place as W_Q and W_K
 HEAD_WIDTH = 64
 # Networks of images, 12 blocks × 256 over 50 epochs of CIFAR-10: a first guess, around which paper/vision.py tunes.
 IMAGE_EPOCHS, IMAGE_BATCH, IMAGE_COUNT = 50, 256, 50_000
@@ -58,8 +57,7 @@ def recipe(name: str) -> Experiment:
     if model.images is not None:
         return _image_recipe(name, model)
     if name.startswith("mirrored/"):
-        factor = READERS_RATE if model.readers else 0.1 if model.value_output == "trained" else None
-        values = {} if factor is None else {"value": factor, "output": factor}
+        values = {"value": 0.1, "output": 0.1} if model.value_output == "trained" else {}
         gain_rate = GAIN_RATE if model.bias_gain else None
         optimizer = dataclasses.replace(MIRRORED, role_rates={**MIRRORED.role_rates, **values}, gain_rate=gain_rate)
         data, train = DataConfig(corpus="wikitext-103", vocab=model.vocab_size), TrainConfig(steps=1500, batch_size=32)
