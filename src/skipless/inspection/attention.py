@@ -1,7 +1,7 @@
 """Attention weights, their spread and their sinks, seen without asking the model for them.
 
 This library's attention is asked for its queries and keys; of any other, torch's own attention and softmax calls are
-watched. Weights of two rows and at most 512 queries are computed once more, in float64, 32 MB at a time. Nothing is
+watched. Weights of two rows and at most 512 queries are computed once more, in float64, 64 MB at a time. Nothing is
 stored for the backward pass.
 """
 
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,9 +25,9 @@ from skipless.ops.bias import AttentionInputs
 from skipless.ops.layout import Layout
 
 MOST_ROWS, MOST_QUERIES = 2, 512
-_CHUNK = 2**25  # bytes of one chunk's float64 scores
+_CHUNK = 2**26  # bytes of one chunk's float64 scores
 
-Weights = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+Weights = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class AttentionStats:
     ahead: float
 
     @classmethod
-    def of(cls, sums: Tensor) -> "AttentionStats":
-        """From what `summed` left on its device."""
+    def of(cls, sums: Tensor | np.ndarray) -> "AttentionStats":
+        """From what `summed` gave."""
         *totals, count = sums.tolist()
         return cls(*(total / count if count else float("nan") for total in totals))
 
@@ -51,17 +52,19 @@ class AttentionStats:
 def summed(shape: tuple[int, int, int, int], weights: Weights, device: torch.device) -> Tensor:
     """[Σ entropy, Σ spread, Σ first, Σ own, Σ ahead, count] of attention of `shape` (rows, heads, queries, keys).
 
-    weights(row, queries) gives, for a row of the batch and the indices of some queries, the weights (heads, queries,
-    keys), where nothing is seen any numbers at all, and which keys are visible, broadcastable to them.
+    weights(rows, queries) gives, for some rows of the batch and the indices of some queries, the weights (rows, heads,
+    queries, keys), where nothing is seen any numbers at all, and which keys are visible, broadcastable to them.
     """
     rows, heads, queries, keys = shape
-    chosen = evenly(queries, device)
+    chosen, rows = evenly(queries, device), min(rows, MOST_ROWS)
     step = max(_CHUNK // (8 * heads * keys), 1)
-    total = torch.zeros(6, device=device)
-    for row in range(min(rows, MOST_ROWS)):
-        for some in chosen.split(step):
-            total = total + _sums(*weights(row, some), some + keys - queries)
-    return total
+    together = max(step // max(len(chosen), 1), 1)
+    parts = [
+        _sums(*weights(slice(first, min(first + together, rows)), some), some + keys - queries)
+        for first in range(0, rows, together)
+        for some in chosen.split(step)
+    ]
+    return torch.stack(parts).sum(0)
 
 
 def evenly(count: int, device: torch.device) -> Tensor:
@@ -73,15 +76,14 @@ def evenly(count: int, device: torch.device) -> Tensor:
 
 def _sums(weights: Tensor, visible: Tensor, places: Tensor) -> Tensor:
     weights = weights.to(wide(weights))
-    keys = visible.sum(-1).expand(weights.shape[:-1])
-    choosing = keys > 1
+    keys = visible.sum(-1)
     entropy = torch.special.entr(weights).sum(-1)
-    own = weights.gather(-1, places.clamp(min=0).expand(weights.shape[:-1])[..., None])[..., 0]
+    own = weights.gather(-1, places.clamp(min=0)[:, None].expand(*weights.shape[:-1], 1))[..., 0]
     later = torch.arange(weights.shape[-1], device=weights.device) > places[:, None]
     ahead = weights.where(later & visible, 0.0).sum(-1)
     spread = entropy / keys.clamp(min=2).to(entropy.dtype).log()
-    values = (entropy, spread, weights[..., 0], own, ahead, torch.ones_like(entropy))
-    return torch.stack([torch.where(choosing, value, 0.0).sum() for value in values])
+    values = torch.stack([entropy, spread, weights[..., 0], own, ahead, torch.ones_like(entropy)])
+    return values.where(keys > 1, 0.0).flatten(1).sum(-1)
 
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
@@ -115,13 +117,14 @@ def of_shaped(module: ShapedAttention, x: Tensor, positions: Positions | None = 
     inputs = module.inputs(x[:MOST_ROWS], None if positions is None else _first_rows(positions))
     layout, terms = inputs.effective_layout(), inputs.score_bias
 
-    def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+    def weights(rows: slice, queries: Tensor) -> tuple[Tensor, Tensor]:
+        own = slice(None) if len(layout.query_locations) == 1 else rows  # a layout of one row stands for all
         part = replace(
             inputs,
-            q=inputs.q[row : row + 1][:, :, queries].to(wide(x)),
-            k=inputs.k[row : row + 1].to(wide(x)),
-            layout=_part(layout, row, queries),
-            score_bias=None if terms is None else terms[row : row + 1][:, :, queries],
+            q=inputs.q[rows][:, :, queries].to(wide(x)),
+            k=inputs.k[rows].to(wide(x)),
+            layout=_cut(layout, own, queries),
+            score_bias=None if terms is None else terms[rows][:, :, queries],
         )
         return _reference_weights(part)
 
@@ -130,11 +133,11 @@ def of_shaped(module: ShapedAttention, x: Tensor, positions: Positions | None = 
 
 
 def _reference_weights(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """(softmax of the scores, what is visible) of inputs of one row, by the definition."""
+    """(softmax of the scores, what is visible), by the definition."""
     term, visible, _ = reference.score_terms(inputs)
     keys = inputs.k.repeat_interleave(inputs.groups, dim=1)
     scores = (inputs.q @ keys.mT) * inputs.scale + term
-    return scores.masked_fill(~visible, -math.inf).softmax(-1)[0], visible[0]
+    return scores.masked_fill(~visible, -math.inf).softmax(-1), visible
 
 
 def _first_rows(positions: Positions) -> Positions:
@@ -143,12 +146,6 @@ def _first_rows(positions: Positions) -> Positions:
         None if layout is None else _cut(layout, slice(MOST_ROWS), slice(None)),
         None if rotation is None else Rotation(rotation.cos[:MOST_ROWS], rotation.sin[:MOST_ROWS]),
     )
-
-
-def _part(layout: Layout, row: int, queries: Tensor) -> Layout:
-    """The layout of some queries of one row; a layout of one row stands for all."""
-    row = min(row, len(layout.query_locations) - 1)
-    return _cut(layout, slice(row, row + 1), queries)
 
 
 def _cut(layout: Layout, rows: slice, queries: Tensor | slice) -> Layout:
@@ -174,8 +171,8 @@ def _seen(func, args: tuple, kwargs: dict, out) -> Tensor | None:
         scores = given if out.dim() == 4 else given[None, :MOST_ROWS]
         rows, heads, length, _ = scores.shape
 
-        def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-            some = scores[row][:, queries]
+        def weights(rows: slice, queries: Tensor) -> tuple[Tensor, Tensor]:
+            some = scores[rows][:, :, queries]
             return some.to(wide(some)).softmax(-1), some > torch.finfo(scores.dtype).min / 2  # it may saturate at zero
 
         return summed((rows, heads, length, length), weights, out.device)
@@ -206,14 +203,14 @@ def _of_call(  # noqa: PLR0913  (torch's own signature)
     shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
     terms = attn_mask.expand(shape) if attn_mask is not None else None
 
-    def weights(row: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        keys = k[row].to(wide(q)).repeat_interleave(group, dim=0)
-        scores = (q[row][:, queries].to(wide(q)) @ keys.mT) * factor
-        visible = torch.ones_like(scores[:1], dtype=torch.bool)
+    def weights(rows: slice, queries: Tensor) -> tuple[Tensor, Tensor]:
+        keys = k[rows].to(wide(q)).repeat_interleave(group, dim=1)
+        scores = (q[rows][:, :, queries].to(wide(q)) @ keys.mT) * factor
+        visible = torch.ones_like(scores[:, :1], dtype=torch.bool)
         if is_causal:
             visible = visible & (queries[:, None] >= torch.arange(k.shape[2], device=q.device))
         if terms is not None:
-            term = terms[row][:, queries]
+            term = terms[rows][:, :, queries]
             visible = visible & (term if term.dtype == torch.bool else term > torch.finfo(term.dtype).min)
             scores = scores if term.dtype == torch.bool else scores + term.to(scores.dtype)
         return scores.masked_fill(~visible, -math.inf).softmax(-1), visible

@@ -146,7 +146,7 @@ class SignalCallback:
     def _found(self, recorder: Recorder) -> Inspection:
         """The inspection of one stack."""
         blocks = recorder.blocks
-        gradients, weights = gradients_held(blocks), [weights_of(block) for _, block in blocks]
+        gradients, weights = gradients_held(blocks), weights_of([block for _, block in blocks])
         signals, locations = assemble(recorder, gradients, weights)
         evidence = Evidence(signals, weights, [each.matrices for each in gradients])
         verdict, advice = diagnose(evidence, Structure.of(self.model, blocks, signals))

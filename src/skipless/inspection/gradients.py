@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.statistics import wide
+from skipless.inspection.statistics import fetched, wide
 
 GROUPS = ("query", "key", "value", "output", "mlp", "norm", "other")
 
@@ -107,7 +108,7 @@ def _heads(block: nn.Module) -> tuple[int, int]:
     return 0, 0
 
 
-Squares = dict[tuple[str, str], Tensor]  # squared norms by (group, label)
+Norms = dict[tuple[str, str], list[Tensor]]  # norms of parts by (group, label); none where nothing came
 
 
 class GradientTaker:
@@ -117,7 +118,7 @@ class GradientTaker:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]):
-        self._squares: list[Squares] = [{} for _ in blocks]
+        self._norms: list[Norms] = [{} for _ in blocks]
         self._reached: set[int] = set()
         self._blocks = [members(block) for _, block in blocks]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -139,8 +140,8 @@ class GradientTaker:
             parameter.grad = None
             hook = parameter.register_post_accumulate_grad_hook(self._taker(owners.get(id(parameter), [])))
             self._open.callback(hook.remove)
-        for squares, block in zip(self._squares, self._blocks, strict=True):
-            squares.update(_nothing(block))
+        for norms, block in zip(self._norms, self._blocks, strict=True):
+            norms.update(_nothing(block))
         return self
 
     def __exit__(self, *error) -> None:
@@ -153,7 +154,7 @@ class GradientTaker:
             if parameter.grad is not None:
                 self._reached.add(id(parameter))
                 for index, member in owners:
-                    _add(self._squares[index], member, parameter.grad)
+                    _add(self._norms[index], member, parameter.grad)
             parameter.grad = None
 
         return take
@@ -161,8 +162,7 @@ class GradientTaker:
     @property
     def taken(self) -> "list[BlockGradients]":
         """Norms of the gradients that were taken, by block; 0 where none came."""
-        pairs = zip(self._squares, self._blocks, strict=True)
-        return [BlockGradients.of(squares, self._unused(block)) for squares, block in pairs]
+        return BlockGradients.of(self._norms, [self._unused(block) for block in self._blocks])
 
     def _unused(self, block: Sequence[Member]) -> tuple[str, ...]:
         """Names of parameters that learn and that nothing was computed with, of modules of which all are so.
@@ -186,13 +186,19 @@ class BlockGradients:
     unused: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, squares: Squares, unused: tuple[str, ...] = ()) -> "BlockGradients":
-        """Experts of a mixture count together: a batch need not reach all of them."""
-        labels = list(squares)
-        values = torch.stack([squares[label].double().cpu() for label in labels]).tolist() if labels else []
+    def of(cls, norms: Sequence[Norms], unused: Sequence[tuple[str, ...]]) -> "list[BlockGradients]":
+        """Of every block, fetched at once. Experts of a mixture count together: a batch need not reach all of them."""
+        values = iter(fetched([part for block in norms for parts in block.values() for part in parts]))
+        return [
+            cls._of({place: sum(float(next(values)) ** 2 for _ in parts) for place, parts in block.items()}, names)
+            for block, names in zip(norms, unused, strict=True)
+        ]
+
+    @classmethod
+    def _of(cls, squares: Mapping[tuple[str, str], float], unused: tuple[str, ...]) -> "BlockGradients":
         groups: dict[str, float] = {}
         matrices: dict[str, float] = {}
-        for (group, label), value in zip(labels, values, strict=True):
+        for (group, label), value in squares.items():
             groups[group] = groups.get(group, 0.0) + value
             if label:
                 name = _together(label)
@@ -208,14 +214,12 @@ def _together(label: str) -> str:
 
 def gradients_held(blocks: Sequence[tuple[str, nn.Module]]) -> list[BlockGradients]:
     """Norms of the gradients that parameters hold now, by block."""
-    found = []
-    for _, block in blocks:
-        squares: Squares = {}
+    found: list[Norms] = [{} for _ in blocks]
+    for norms, (_, block) in zip(found, blocks, strict=True):
         for member in members(block):
             if member.parameter.grad is not None:
-                _add(squares, member, member.parameter.grad)
-        found.append(BlockGradients.of(squares))
-    return found
+                _add(norms, member, member.parameter.grad)
+    return BlockGradients.of(found, [()] * len(found))
 
 
 @dataclass(frozen=True)
@@ -234,29 +238,41 @@ class Weight:
 
 
 @torch.no_grad()
-def weights_of(block: nn.Module) -> dict[str, Weight]:
-    """Every parameter of the block by its label."""
-    found, numbers = [], []
-    for member in members(block):
-        for group, part in member.pieces(member.parameter.detach()):
-            if not part.numel() or not part.is_floating_point() or part.is_meta:
-                continue
-            whole = part.flatten(1) if part.dim() > 1 else part[None] if part.dim() else part[None, None]
-            rows = torch.linalg.vector_norm(whole, dim=1, dtype=wide(whole))
-            columns = torch.linalg.vector_norm(whole, dim=0, dtype=torch.float32) if part.dim() == 2 else rows
-            size = torch.linalg.vector_norm(rows) / part.numel() ** 0.5
-            some = whole[[0, len(whole) // 2, -1]]
-            alike = (some == some[:1]).all() & (len(whole) > 2)
-            counts = ((rows == 0).sum(), (columns == 0).sum(), alike)
-            numbers.append(torch.stack([size, *(count.to(size) for count in counts)]))
-            found.append(
-                (member.label(group), group, part.dim() > 1, part.numel(), part.shape[-1] if part.dim() else 1)
-            )
-    values = torch.stack([each.to("cpu") for each in numbers]).tolist() if numbers else []
-    return {
-        label: Weight(group, matrix, entries, size, int(max(empty, across)) * matrix, bool(alike and matrix), reads)
-        for (label, group, matrix, entries, reads), (size, empty, across, alike) in zip(found, values, strict=True)
-    }
+def weights_of(blocks: Sequence[nn.Module]) -> list[dict[str, Weight]]:
+    """Every parameter of every block by its label, fetched at once."""
+    parts: list[tuple[int, str, str, Tensor]] = []
+    for index, block in enumerate(blocks):
+        for member in members(block):
+            for group, part in member.pieces(member.parameter.detach()):
+                if part.numel() and part.is_floating_point() and not part.is_meta:
+                    parts.append((index, member.label(group), group, part))
+    wholes = [p.flatten(1) if p.dim() > 1 else p[None] if p.dim() else p[None, None] for *_, p in parts]
+    rows = [torch.linalg.vector_norm(whole, dim=1, dtype=wide(whole)) for whole in wholes]
+    flat = [index for index, (*_, part) in enumerate(parts) if part.dim() == 2]
+    columns = [torch.linalg.vector_norm(wholes[index], dim=0, dtype=torch.float32) for index in flat]
+    norms = fetched([*rows, *columns])
+    across = dict(zip(flat, norms[len(rows) :], strict=True))
+    alike = _alike({i: wholes[i] for i, (*_, part) in enumerate(parts) if part.dim() > 1 and _may_be_alike(norms[i])})
+    found: list[dict[str, Weight]] = [{} for _ in blocks]
+    for index, (block, label, group, part) in enumerate(parts):
+        matrix, own = part.dim() > 1, norms[index]
+        with np.errstate(over="ignore", invalid="ignore"):
+            size = float(np.linalg.norm(own)) / part.numel() ** 0.5
+        empty = max(int((own == 0).sum()), int((across.get(index, own) == 0).sum())) * matrix
+        reads = part.shape[-1] if part.dim() else 1
+        found[block][label] = Weight(group, matrix, part.numel(), size, empty, index in alike, reads)
+    return found
+
+
+def _may_be_alike(rows: np.ndarray) -> bool:
+    """Whether a matrix's rows, of these norms, may all be the same, going by the first, a middle and the last."""
+    return len(rows) > 2 and rows[0] == rows[len(rows) // 2] == rows[-1]
+
+
+def _alike(matrices: Mapping[int, Tensor]) -> set[int]:
+    """Those of the matrices whose first, middle and last rows are the same."""
+    same = [(m[0] == m[len(m) // 2]).all() & (m[0] == m[-1]).all() for m in matrices.values()]
+    return {index for index, each in zip(matrices, fetched(same), strict=True) if each}
 
 
 def matrix_sizes(weights: Mapping[str, Weight]) -> dict[str, float]:
@@ -268,13 +284,13 @@ def matrix_sizes(weights: Mapping[str, Weight]) -> dict[str, float]:
     return {group: (square / entries) ** 0.5 for group, (square, entries) in totals.items()}
 
 
-def _nothing(block: Iterable[Member]) -> Squares:
-    """Zeros for every parameter that learns: a fused matrix stands for three."""
-    found: Squares = {}
+def _nothing(block: Iterable[Member]) -> Norms:
+    """A place for every parameter that learns: a fused matrix has three."""
+    found: Norms = {}
     for member in block:
         if member.parameter.requires_grad:
             groups = ("query", "key", "value") if member.sizes else (member.group,)
-            found |= {_place(member, group): torch.zeros(()) for group in groups}
+            found |= {_place(member, group): [] for group in groups}
     return found
 
 
@@ -282,8 +298,7 @@ def _place(member: Member, group: str) -> tuple[str, str]:
     return group, member.label(group) if member.parameter.dim() > 1 else ""
 
 
-def _add(squares: Squares, member: Member, values: Tensor) -> None:
+def _add(norms: Norms, member: Member, values: Tensor) -> None:
     for group, part in member.pieces(values.detach()):
-        norm = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
-        square, place = norm.to(wide(norm)).square(), _place(member, group)
-        squares[place] = squares[place] + square if place in squares else square
+        dtype = torch.float32 if part.dtype in (torch.float16, torch.bfloat16) else None
+        norms.setdefault(_place(member, group), []).append(torch.linalg.vector_norm(part, dtype=dtype))

@@ -15,11 +15,18 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
 from skipless.inspection.spans import is_called, listening
-from skipless.inspection.statistics import ActivationStats, Described, InspectOptions, describe, wide
+from skipless.inspection.statistics import (
+    ActivationStats,
+    Described,
+    InspectOptions,
+    describe,
+    fetched,
+    numbers_of,
+    wide,
+)
 from skipless.nn.attention import ShapedAttention
 
 _TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -72,27 +79,34 @@ class Recorder:
     @cached_property
     def stats(self) -> list[ActivationStats]:
         """Of what enters the first block, then of what leaves each."""
-        return [each.numbers() for each in self.described]
+        return numbers_of(self.described)
 
-    @property
+    @cached_property
     def carries(self) -> dict[int, tuple[float, float, float]]:
         """(carry, kept, coefficient) as in BlockSignal, by block from 1."""
-        return {index: (values[0], values[1], values[2]) for index, values in _listed(self._carries)}
+        found = {index: values.tolist() for index, values in _by_block(self._carries).items()}
+        return {index: (carry, *_kept(entries, sums)) for index, (entries, *sums, carry) in found.items()}
 
-    @property
+    @cached_property
     def handed(self) -> dict[int, float]:
         """kept_back as in BlockSignal, by block from 1."""
-        return {index: values[1] for index, values in _listed(self._handed)}
+        found = {index: values.tolist() for index, values in _by_block(self._handed).items()}
+        return {index: _kept(entries, sums)[0] for index, (entries, *sums) in found.items()}
 
-    @property
+    @cached_property
     def gradients(self) -> dict[int, np.ndarray]:
         """Squared norms (rows, T) of the gradient at each block's output, 0 being the first one's input."""
-        return {index: value.cpu().numpy() for index, value in self._gradients.items()}
+        return {index: norms**2 for index, norms in _by_block(self._gradients).items()}
 
-    @property
+    @cached_property
     def returned(self) -> dict[int, np.ndarray]:
         """The same of the gradient that each block hands to what comes before it, by block from 1."""
-        return {index: value.cpu().numpy() for index, value in self._returned.items()}
+        return {index: norms**2 for index, norms in _by_block(self._returned).items()}
+
+    @property
+    def reached(self) -> bool:
+        """Whether a gradient has come to the last block."""
+        return len(self.blocks) in self._gradients
 
     @property
     def swapped(self) -> bool:
@@ -110,10 +124,10 @@ class Recorder:
         mask = self.options.mask
         return np.array(True) if mask is None else mask.cpu().numpy()
 
-    @property
+    @cached_property
     def attention(self) -> dict[int, AttentionStats]:
         """By block, from 1; blocks whose attention could not be seen are missing."""
-        return {index: AttentionStats.of(sums) for index, sums in self._attention.items()}
+        return {index: AttentionStats.of(sums) for index, sums in _by_block(self._attention).items()}
 
     def _ask(self, block: nn.Module, index: int) -> bool:
         """Have this library's attention, if the block has it, tell of itself as it runs; whether it does."""
@@ -173,7 +187,8 @@ class Recorder:
                 self.refused = str(error)
                 return
             if entered is not None and entered.shape == x.shape:
-                self._carries[index] = _carried(self._rows(entered), self._rows(x))
+                before, after = self._rows(entered), self._rows(x)
+                self._carries[index] = torch.stack([*_carried(before, after), _carry(before, after)])
             if self._expected and (torch.is_grad_enabled() or not self.live):
                 self.attached[index] = x.requires_grad
             self._note(index, x)
@@ -221,13 +236,13 @@ class Recorder:
     def _arrived(self, index: int, gradient: Tensor, found: dict[int, Tensor]) -> None:
         with self.watch.around(gradient.device):
             rows = self._rows(gradient.detach())
-            found.setdefault(index, torch.linalg.vector_norm(rows, dim=-1, dtype=wide(gradient)).square())
+            found.setdefault(index, torch.linalg.vector_norm(rows, dim=-1, dtype=wide(gradient)))
             if self.live:
                 return
             if found is self._gradients:
                 self._latest = index, rows
             elif self._latest is not None and self._latest[0] == index and self._latest[1].shape == rows.shape:
-                self._handed.setdefault(index, _carried(self._latest[1], rows))
+                self._handed.setdefault(index, torch.stack(_carried(self._latest[1], rows)))
 
     def _rows(self, x: Tensor) -> Tensor:
         return rows_first(x.movedim(1, -1) if self._channels else x, self._swapped)
@@ -235,27 +250,48 @@ class Recorder:
 
 _KEPT_ROWS = 4
 _KEPT_NOISE = 0.1
+_TINY = 1e-8  # as torch's own cosine_similarity
 
 
 @torch.no_grad()
-def _carried(before: Tensor, after: Tensor) -> Tensor:
-    """[mean cosine of a location before and after a block, how much of its difference from the row's mean is kept, with
-    what coefficient].
-
-    The coefficient is ⟨x, y⟩/⟨x, x⟩; what is kept is the larger of it and of a cosine. A block that adds much to little
-    leaves a coefficient of chance, about ‖y‖/‖x‖ over the root of the number of entries: NaN where that may be all.
-    """
-    carry = F.cosine_similarity(before.float(), after.float(), dim=-1).mean()
+def _carried(before: Tensor, after: Tensor) -> list[Tensor]:
+    """What `_kept` reads, of locations' differences from the row's mean before and after a block, x and y: how many
+    entries they have, ⟨x, y⟩, ‖x‖, ‖y‖ and the mean cosine between the two at one location."""
     x, y = ((rows := z[:_KEPT_ROWS].to(wide(z))) - rows.mean(1, keepdim=True) for z in (before, after))
-    noise = (y.norm() / x.norm()) / x.numel() ** 0.5
-    coefficient = (x * y).sum() / x.square().sum()
-    kept = torch.maximum(coefficient, F.cosine_similarity(x, y, dim=-1).mean())
-    sure = (noise < _KEPT_NOISE) | (kept > 10 * noise)
-    return torch.stack([carry.to(kept), kept.where(sure, math.nan), coefficient.where(sure, math.nan)])
+    product, norms = (x * y).sum(-1), [torch.linalg.vector_norm(z, dim=-1) for z in (x, y)]
+    entries = torch.full_like(product[0, 0], x.numel())
+    return [entries, product.sum(), *map(torch.linalg.vector_norm, norms), _cosine(product, *norms)]
 
 
-def _listed(numbers: Mapping[int, Tensor]) -> list[tuple[int, list[float]]]:
-    return [(index, values.tolist()) for index, values in numbers.items()]
+@torch.no_grad()
+def _carry(before: Tensor, after: Tensor) -> Tensor:
+    """Mean cosine of a location before and after a block."""
+    x, y = before.float(), after.float()
+    norms = (torch.linalg.vector_norm(z, dim=-1) for z in (x, y))
+    return _cosine((x * y).sum(-1), *norms)
+
+
+def _cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return (product / (first.clamp(min=_TINY) * second.clamp(min=_TINY))).mean()
+
+
+def _kept(entries: float, sums: Sequence[float]) -> tuple[float, float]:
+    """(how much of a location's difference from the row's mean is kept, with what coefficient), of `_carried`.
+
+    The coefficient is ⟨x, y⟩/⟨x, x⟩; what is kept is the larger of it and of the cosine. A block that adds much to
+    little leaves a coefficient of chance, about ‖y‖/‖x‖ over the root of the number of entries: NaN where that may be
+    all.
+    """
+    product, first, second, cosine = (float(each) for each in sums)
+    if not first > 0:
+        return math.nan, math.nan
+    noise, coefficient = second / first / entries**0.5, product / first**2
+    kept = math.nan if math.isnan(coefficient + cosine) else max(coefficient, cosine)
+    return (kept, coefficient) if noise < _KEPT_NOISE or kept > 10 * noise else (math.nan, math.nan)
+
+
+def _by_block(numbers: Mapping[int, Tensor]) -> dict[int, np.ndarray]:
+    return dict(zip(numbers, fetched(list(numbers.values())), strict=True))
 
 
 def exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:

@@ -83,7 +83,8 @@ def inspect(
     complete = sorted((each for each in recorders if each.complete), key=lambda each: each.started)
     if not complete:
         raise ValueError(_not_run(recorders))
-    weights = {name: weights_of(block) for recorder in complete for name, block in recorder.blocks}
+    every = [block for recorder in complete for block in recorder.blocks]
+    weights = dict(zip((name for name, _ in every), weights_of([block for _, block in every]), strict=True))
     seen = _probed(model, batch, complete)
     found = [
         _found((name, model, thresholds), recorder, taken, weights, each)
@@ -285,7 +286,7 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
         ran = sorted((each for each in recorders if each.last is not None), key=lambda each: -each.started)
         for number, recorder in enumerate(ran if loss is None else []):
             last = recorder.last
-            if last is not None and last.requires_grad and len(recorder.blocks) not in recorder.gradients:
+            if last is not None and last.requires_grad and not recorder.reached:
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
         for recorder in recorders:
             recorder.forget()

@@ -1,11 +1,12 @@
 """Statistics of what flows between blocks: norms, cosines, ranks, outliers; a few rows at a time, in bounded memory.
 
-Nothing here waits for a GPU: `describe` leaves its results on the device, and `Described.numbers` fetches them.
+Nothing here waits for a GPU: `describe` leaves its results on the device, and `numbers_of` fetches those of all blocks
+in one transfer.
 """
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -75,39 +76,66 @@ class Described:
 
     def numbers(self) -> ActivationStats:
         """Fetched and averaged over rows."""
-        values = self.values.cpu().numpy()
-        mean = [float(value) for value in _mean_over_rows(values)]  # a row without two non-zero locations has no cosine
-        effective, stable = self.ranks()
-        return ActivationStats(
-            norm_min=float(values[:, 0].min()),
-            norm_mean=float(values[:, 1].mean()),
-            norm_max=float(values[:, 2].max()),
-            cosine_mean=mean[3],
-            cosine_quantiles=tuple(mean[4:9]),
-            effective_rank=effective,
-            stable_rank=stable,
-            collapse=mean[9],
-            kurtosis=mean[10],
-            outlier=float(values[:, 11].max()),
-            least=float(values[:, 12].min()),
-            norms=_mean_over_rows(self.norms.cpu().numpy()),
-            picture=None if self.picture is None else self.picture.cpu().numpy(),
-        )
+        return numbers_of([self])[0]
+
+
+def fetched(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Tensors on the host, in float64: one transfer for all that are on one device, whatever their shapes."""
+    found: dict[int, np.ndarray] = {}
+    for device in {tensor.device for tensor in tensors}:
+        own = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[index].detach().flatten() for index in own]).cpu().double().numpy()
+        ends = np.cumsum([tensors[index].numel() for index in own])
+        for index, part in zip(own, np.split(flat, ends[:-1]), strict=True):
+            found[index] = part.reshape(tensors[index].shape)
+    return [found[index] for index in range(len(tensors))]
+
+
+def numbers_of(described: Sequence[Described]) -> list[ActivationStats]:
+    """What was described of several activations, fetched at once and averaged over rows."""
+    pictures = [each.picture for each in described if each.picture is not None]
+    parts = iter(fetched([part for each in described for part in (each.values, each.norms)] + pictures))
+    measured = [(next(parts), next(parts)) for _ in described]
+    return [
+        _averaged(*pair, each.ranks(), None if each.picture is None else next(parts).astype(np.float32))
+        for pair, each in zip(measured, described, strict=True)
+    ]
+
+
+def _averaged(values: np.ndarray, norms: np.ndarray, ranks: Ranks, picture: np.ndarray | None) -> ActivationStats:
+    mean = _mean_over_rows(values).tolist()  # a row without two non-zero locations has no cosine
+    return ActivationStats(
+        norm_min=float(values[:, 0].min()),
+        norm_mean=float(values[:, 1].mean()),
+        norm_max=float(values[:, 2].max()),
+        cosine_mean=mean[3],
+        collapse=mean[4],
+        kurtosis=mean[5],
+        outlier=float(values[:, 6].max()),
+        least=float(values[:, 7].min()),
+        cosine_quantiles=tuple(mean[8:]),
+        effective_rank=ranks[0],
+        stable_rank=ranks[1],
+        norms=_mean_over_rows(norms),
+        picture=picture,
+    )
 
 
 @torch.no_grad()
 def describe(x: Tensor, options: InspectOptions) -> Described:
     """The statistics of activations (batch, T, width), in float64 where the device has it."""
     x = x[: options.rows] if options.rows else x
-    values, norms, spectral, picture, total = [], [], [], None, None
+    values, norms, spectral, picture, total, left = [], [], [], None, None, SPECTRAL_ROWS
     for first, rows in _chunks(x, options.mask):
         gram = rows @ rows.mT / rows.shape[-1]
-        values.append(_values(rows, gram))
+        cosine = cosines(gram)
+        values.append(_values(rows, gram, cosine))
         norms.append(_spread_out(torch.diagonal(gram, dim1=-2, dim2=-1), options.mask, first))
-        if options.spectrum:
-            spectral += [_smaller(row, k) for row, k in zip(rows, gram, strict=True)][: SPECTRAL_ROWS - len(spectral)]
+        if options.spectrum and left > 0:
+            spectral.append(_smaller(rows[:left], gram[:left]))
+            left -= len(rows)
         if options.picture and first == 0:
-            picture = cosines(gram[0, :PICTURE, :PICTURE]).float()
+            picture = cosine[0, :PICTURE, :PICTURE].float()
         if options.kernel:
             total = gram.sum(0) if total is None else total + gram.sum(0)
     kernel = None if total is None else total / len(x)
@@ -132,53 +160,51 @@ def _chunks(x: Tensor, mask: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         yield first, x[first : first + step].to(wide(x))
 
 
-def _values(rows: Tensor, gram: Tensor) -> Tensor:
-    """(n, 13): norm min, mean, max, cosine mean, five quantiles, collapse, kurtosis, outlier, least.
+def _values(rows: Tensor, gram: Tensor, cosine: Tensor) -> Tensor:
+    """(n, 13): norm min, mean, max, cosine mean, collapse, kurtosis, outlier, least, five quantiles of cosines.
 
     Cosines are between locations that are not zero: a row of fewer than two has NaN.
     """
     length = rows.shape[-2]
     norm = torch.diagonal(gram, dim1=-2, dim2=-1)
     above, right = torch.triu_indices(length, length, 1, device=gram.device)
-    apart = (norm[:, above] != 0) & (norm[:, right] != 0)
-    pairs, count = cosines(gram)[:, above, right], apart.sum(-1)
-    share = gram.mean((-2, -1)) * length / norm.sum(-1)
-    flat, scale = rows.flatten(1), norm.mean(-1).sqrt()
-    least = flat.amin(-1)
+    pairs, alive, total = cosine[:, above, right], (norm != 0).sum(-1), norm.sum(-1)
+    count = alive * (alive - 1) // 2
+    share = gram.sum((-2, -1)) / (length * total)
+    flat, scale = rows.flatten(1), (total / length).sqrt()
+    (least, most), (low, high) = flat.aminmax(dim=-1), norm.aminmax(dim=-1)
     square = (flat - flat.mean(-1, keepdim=True)).square_()
-    return torch.stack(
-        [
-            norm.amin(-1),
-            norm.mean(-1),
-            norm.amax(-1),
-            pairs.where(apart, 0.0).sum(-1) / count,
-            *_quantiles(pairs, count),
-            (1.0 - share).clamp(min=0.0).sqrt(),
-            square.square().mean(-1) / square.mean(-1).square(),
-            torch.maximum(flat.amax(-1), -least) / scale,
-            least / scale,
-        ],
-        dim=-1,
-    )
+    numbers = [
+        low,
+        total / length,
+        high,
+        pairs.nansum(-1) / count + 0.0 * total,  # NaN where an entry is not finite, not only where a norm is zero
+        (1.0 - share).clamp(min=0.0).sqrt(),
+        square.square().mean(-1) / square.mean(-1).square(),
+        torch.maximum(most, -least) / scale,
+        least / scale,
+    ]
+    return torch.cat([torch.stack(numbers, dim=-1), _quantiles(pairs, count)], dim=-1)
 
 
-def _quantiles(pairs: Tensor, count: Tensor) -> list[Tensor]:
-    """Of each row's `count` cosines, the rest being NaN. By linear interpolation, as numpy; by hand because
+def _quantiles(pairs: Tensor, count: Tensor) -> Tensor:
+    """(n, 5), of each row's `count` cosines, the rest being NaN. By linear interpolation, as numpy; by hand because
     torch.quantile refuses more than 16 million values."""
     ordered = pairs.sort().values  # NaN last
     last = (count - 1).clamp(min=0)[:, None]
-    found = []
-    for share in QUANTILES:
-        at = share * last.to(pairs)
-        below = at.long()
-        low, high = ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last))
-        found.append((low + (at - below) * (high - low))[:, 0])
-    return found
+    at = last * _shares(pairs.device, pairs.dtype)
+    below = at.long()
+    return torch.lerp(ordered.gather(1, below), ordered.gather(1, torch.minimum(below + 1, last)), at.frac())
 
 
-def _smaller(row: Tensor, gram: Tensor) -> Tensor:
+@cache
+def _shares(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(QUANTILES, device=device, dtype=dtype)
+
+
+def _smaller(rows: Tensor, gram: Tensor) -> Tensor:
     """The smaller of XXᵀ/d and XᵀX/d, whose non-zero spectra agree."""
-    return gram if len(row) <= row.shape[-1] else row.mT @ row / row.shape[-1]
+    return gram if rows.shape[-2] <= rows.shape[-1] else rows.mT @ rows / rows.shape[-1]
 
 
 def _spread_out(norm: Tensor, mask: Tensor | None, index: int) -> Tensor:
@@ -202,34 +228,34 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
 
 
-def pending_ranks(kernels: list[Tensor]) -> Callable[[], Ranks]:
-    """A function that gives the mean over the kernels, each (T, T) of any size, of their two `ranks`.
+def pending_ranks(kernels: Sequence[Tensor]) -> Callable[[], Ranks]:
+    """A function that gives the mean over the kernels, each (n, T, T) of any size, of their two `ranks`.
 
     A GPU takes eigenvalues one matrix at a time, and longer than a processor does: kernels of a model on a GPU are sent
     to threads that work beside it, so that nothing waits. Each uses one core: matrices of this size gain nothing from
     more, and where other work holds some of the cores, threads that wait for each other lose all.
     """
     if not kernels or not kernels[0].is_cuda:
-        found = _mean([ranks(kernel) for kernel in kernels])
+        found = _mean_ranks(kernels)
         return lambda: found
     copies = [kernel.to("cpu", non_blocking=True) for kernel in kernels]
     copied = torch.cuda.current_stream(kernels[0].device).record_event()
 
     def work() -> Ranks:
         copied.synchronize()
-        return _mean([ranks(kernel) for kernel in copies])
+        return _mean_ranks(copies)
 
     return _workers().submit(work).result
 
 
 @torch.no_grad()
-def ranks(kernel: Tensor) -> Ranks:
-    """(exp of the entropy of the spectrum, tr Σ / λ_max); NaN where the kernel is not finite or is 0."""
-    if not bool(torch.isfinite(kernel).all()):
-        return math.nan, math.nan
-    values = torch.linalg.eigvalsh(kernel).clamp(min=0.0)
-    share = values / values.sum()
-    return float(torch.special.entr(share).sum().exp()), float(1.0 / share[-1])
+def ranks(kernels: Tensor) -> Tensor:
+    """(n, 2) of kernels (n, T, T): exp of the entropy of the spectrum, and tr Σ / λ_max; NaN where a kernel is not
+    finite or is 0."""
+    finite = torch.isfinite(kernels).flatten(1).all(1)
+    values = torch.linalg.eigvalsh(kernels.where(finite[:, None, None], 0.0)).clamp(min=0.0)
+    share = values / values.sum(-1, keepdim=True)
+    return torch.stack([torch.special.entr(share).sum(-1).exp(), 1.0 / share[:, -1]], dim=-1)
 
 
 @cache
@@ -238,6 +264,8 @@ def _workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "skipless-spectrum", initializer=torch.set_num_threads, initargs=(1,))
 
 
-def _mean(found: list[Ranks]) -> Ranks:
-    count = len(found)
-    return (sum(r[0] for r in found) / count, sum(r[1] for r in found) / count) if count else (math.nan, math.nan)
+def _mean_ranks(kernels: Sequence[Tensor]) -> Ranks:
+    if not kernels:
+        return math.nan, math.nan
+    effective, stable = torch.cat([ranks(kernel) for kernel in kernels]).mean(0).tolist()
+    return effective, stable
