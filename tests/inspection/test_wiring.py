@@ -37,9 +37,14 @@ class Block(nn.Module):
 
 
 def wired(block: nn.Module) -> Wired:
-    watch = Wiring([block])
-    with torch.no_grad(), watch.around():
-        block(torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0)))
+    watch, x = Wiring([block]), torch.randn(3, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        with watch.around():
+            plain = block(x)
+        with watch.doubled():
+            twice = block(x)
+    assert torch.equal(plain[:2], twice[:2])
+    assert torch.equal(twice[2], block(2 * x)[2])
     return watch.found[0]
 
 

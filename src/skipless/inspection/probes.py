@@ -3,14 +3,16 @@
 Three rows are run twice without gradients: a row, another one, and the first with what precedes its last token in
 reverse (of an image: moved by one patch); the second time the first row's last token is another. Where activations
 change, and where they do not, says what is seen. A padded row is run as two, with other tokens as padding. During the
-first of these runs it is watched how blocks are put together.
+first two of these runs it is watched how blocks are put together: in the second, blocks read the last row doubled, so
+that only the row between says whether rows see each other.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
@@ -18,6 +20,7 @@ from torch.overrides import BaseTorchFunctionMode
 from skipless.inspection.hooks import hidden, rows_first
 from skipless.inspection.inputs import Batch, logits_of, model_inputs, padding, predicts_next, some_rows
 from skipless.inspection.spans import listening
+from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import Wired, Wiring
 
 # A change this share of what the changed location itself shows. A mask keeps out all of it, while rows that share a
@@ -65,6 +68,31 @@ class _Ran:
     output: Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """What one block gave in two runs of three rows. change: norms (rows, T) of the difference between the runs;
+    between: norms (T,) of the first run's first row less its second; norms: (rows, T) of the first run; swap: norms of
+    the first row less the third, at the last location and of the mean one."""
+
+    change: np.ndarray
+    between: np.ndarray
+    norms: np.ndarray
+    swap: np.ndarray
+
+    @classmethod
+    def of(cls, before: Sequence[Tensor], after: Sequence[Tensor]) -> "list[_Compared]":
+        """Of every block, fetched at once."""
+        parts: list[Tensor] = []
+        for x, y in zip(before, after, strict=True):
+            other = x[0] - x[2]
+            parts += [
+                torch.linalg.vector_norm(each, dim=-1)
+                for each in (x - y, x[0] - x[1], x, torch.stack([other[-1], other.mean(0)]))
+            ]
+        numbers = iter(fetched(parts))
+        return [cls(next(numbers), next(numbers), next(numbers), next(numbers)) for _ in before]
+
+
 @torch.no_grad()
 def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bool) -> list[Seen]:
     """What every stack sees of the ids in `batch`, of decoder_input_ids for a decoder's; of other inputs, of rows."""
@@ -73,13 +101,19 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
     if whole is None or asked is None:
         return [Seen()] * len(stacks)
     name, plain, changed = asked
-    wiring = Wiring([block for stack in stacks for block in stack.blocks])
-    before = _run(model, _with_rows(whole, name, plain), stacks, wiring)
-    after = _run(model, _with_rows(whole, name, changed), stacks)
+    blocks = [(block, stack.swapped) for stack in stacks for block in stack.blocks]
+    wiring = Wiring([block for block, _ in blocks], [swapped for _, swapped in blocks])
+    before = _run(model, _with_rows(whole, name, plain), stacks, wiring.around())
+    after = _run(model, _with_rows(whole, name, changed), stacks, wiring.doubled())
     causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
+    differ = not torch.equal(plain[0], plain[1]), not torch.equal(plain[0], plain[2])
     found = []
     for x, y, stack in zip(before.states, after.states, stacks, strict=True):
-        found.append(_seen(x, y, plain, causal or stack.masked) if x and y else Seen())
+        compared = _Compared.of(x, y) if x and y else []
+        of_images = plain.is_floating_point()
+        found.append(
+            _of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal or stack.masked)
+        )
     if any(each.leaks or each.ordered is False for each in found):
         again = _run(model, _with_rows(whole, name, plain), stacks)
         unsteady = [_first_apart(x, y) for x, y in zip(before.states, again.states, strict=True)]
@@ -159,29 +193,37 @@ def _patch(model: nn.Module, values: Tensor) -> int:
     return int(first.stride[1]) if first is not None and fits else 0
 
 
-def _seen(before: Sequence[Tensor], after: Sequence[Tensor], plain: Tensor, causal: bool) -> Seen:
-    if not all(bool(torch.isfinite(x).all()) for x in (*before, *after)):
+def _finite(compared: Sequence[_Compared]) -> bool:
+    return len(compared) > 0 and all(bool(np.isfinite(each.change).all()) for each in compared)
+
+
+def _of_images(compared: Sequence[_Compared], moved: bool) -> Seen:
+    """moved: whether the third row is the first with its patches in other places."""
+    if not _finite(compared):
         return Seen()
-    told_apart = _told_apart(before[0])
-    if not plain.is_floating_point():
-        ordered = _ordered(before, after) if told_apart > _ASKED else None
-        return Seen(_leaks(before, after, plain, causal), ordered, told_apart)
     leaks: dict[str, int] = {}
-    for block, (x, y) in enumerate(zip(before, after, strict=True), start=1):
-        change = (x - y).flatten(1).norm(dim=-1)
-        if float(change[1:].max()) > _MIXED * float(change[0]) > 0:
+    for block, each in enumerate(compared, start=1):
+        first, second = (float(np.linalg.norm(row)) for row in each.change[:2])
+        if second > _MIXED * first > 0:
             leaks.setdefault("rows", block)
-    ordered = None
-    if not torch.equal(plain[0], plain[2]):  # patches that changed places
-        mean = before[-1].mean(1)
-        ordered = float((mean[2] - mean[0]).norm()) > _ORDER * float(before[-1][0].norm(dim=-1).mean())
-    return Seen(leaks, ordered, told_apart)
+    last = compared[-1]
+    ordered = bool(last.swap[1] > _ORDER * last.norms[0].mean()) if moved else None
+    return Seen(leaks, ordered, _told_apart(compared[0]))
 
 
-def _told_apart(x: Tensor) -> float:
-    """The median over locations of the distance between two rows, over their norm."""
-    norms = (x[0].norm(dim=-1) + x[1].norm(dim=-1)) / 2
-    return float(((x[0] - x[1]).norm(dim=-1) / norms.clamp(min=torch.finfo(x.dtype).tiny)).median())
+def _of_ids(compared: Sequence[_Compared], differ: bool, causal: bool) -> Seen:
+    """differ: whether the first two rows are of other tokens."""
+    if not _finite(compared):
+        return Seen()
+    told_apart = _told_apart(compared[0])
+    ordered = _ordered(compared) if told_apart > _ASKED else None
+    return Seen(_leaks(compared, differ, causal), ordered, told_apart)
+
+
+def _told_apart(first: _Compared) -> float:
+    """The lower median over locations of the distance between two rows, over their norm."""
+    norms = (first.norms[0] + first.norms[1]) / 2
+    return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) - 1) // 2])
 
 
 def drowned(seen: Seen) -> bool:
@@ -210,33 +252,32 @@ def _with_rows(batch: Batch, name: str, values: Tensor) -> Batch:
     return {**same, name: values}
 
 
-def _leaks(before: Sequence[Tensor], after: Sequence[Tensor], plain: Tensor, causal: bool) -> dict[str, int]:
+def _leaks(compared: Sequence[_Compared], differ: bool, causal: bool) -> dict[str, int]:
     found: dict[str, int] = {}
-    for block, (x, y) in enumerate(zip(before, after, strict=True), start=1):
-        change = (x - y).norm(dim=-1)
-        own = float(change[0, -1])
+    for block, each in enumerate(compared, start=1):
+        own = float(each.change[0, -1])
         if own == 0:
             break
-        if float(change[1:].max()) > _MIXED * own:
+        if each.change[1].max() > _MIXED * own:
             found.setdefault("rows", block)
-        if float((x[0] - x[1]).abs().max()) == 0 and not torch.equal(plain[0], plain[1]):
+        if differ and not each.between.any():
             found.setdefault("copied", block)
-        if float(change[0, :-1].max()) > _SEEN * own:
+        if each.change[0, :-1].max() > _SEEN * own:
             found.setdefault("future", block)
     if found.get("future") == 1 and not causal:
         del found["future"]  # made to look both ways
     return found
 
 
-def _ordered(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+def _ordered(compared: Sequence[_Compared]) -> bool:
     """Whether the last location tells orders of the tokens before it apart.
 
     Of what looks both ways, after all blocks. Of what looks back, after the first: its mask tells orders apart later,
     since each location has then gathered what came before it.
     """
-    back = float((before[0] - after[0])[0, :-1].norm()) == 0
-    x = before[0 if back else -1]
-    return float((x[2, -1] - x[0, -1]).norm()) > _ORDER * float(x[0, -1].norm())
+    back = not compared[0].change[0, :-1].any()
+    each = compared[0 if back else -1]
+    return bool(each.swap[0] > _ORDER * each.norms[0, -1])
 
 
 def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
@@ -260,14 +301,16 @@ def _ids(batch: Batch, decoder: bool) -> Tensor | None:
     return found if whole else None
 
 
-def _run(model: nn.Module, batch: Batch, stacks: Sequence[Watched], wiring: Wiring | None = None) -> _Ran:
+def _run(
+    model: nn.Module, batch: Batch, stacks: Sequence[Watched], watch: AbstractContextManager | None = None
+) -> _Ran:
     """Nothing is given of a stack whose blocks do not run once each."""
     given: list[list[Tensor]] = [[] for _ in stacks]
     with ExitStack() as hooks:
         for stack, states in zip(stacks, given, strict=True):
-            hooks.enter_context(listening(stack.blocks, _nothing, _kept(states, stack.swapped, wiring)))
+            hooks.enter_context(listening(stack.blocks, _nothing, _kept(states, stack.swapped)))
         args, kwargs = model_inputs(model, batch)
-        with BaseTorchFunctionMode() if wiring is None else wiring.around():  # under both, torch's layers run alike
+        with watch or nullcontext(), BaseTorchFunctionMode():  # under a mode, torch's layers run alike in every run
             output = model(*args, **kwargs)
     rows = len(args[0]) if args else len(next(v for v in kwargs.values() if isinstance(v, Tensor) and v.dim()))
     whole = (
@@ -284,9 +327,8 @@ def _nothing(index: int):
     return lambda module, args, kwargs: None
 
 
-def _kept(states: list[Tensor], swapped: bool, wiring: Wiring | None):
+def _kept(states: list[Tensor], swapped: bool):
     def hook(module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
-        if wiring is None or not wiring.busy:
-            states.append(rows_first(hidden(out), swapped).float())
+        states.append(rows_first(hidden(out), swapped).float())
 
     return lambda index: hook
