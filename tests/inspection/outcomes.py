@@ -5,7 +5,7 @@ python -m tests.inspection.outcomes mistakes     # a table: found, with the righ
 
 import argparse
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from zlib import crc32
@@ -44,12 +44,14 @@ def said(found: Inspection) -> str:
     return " ".join([found.verdict.text, found.advice, *found.notes])
 
 
-def outcome(fault: str, architecture: str, place: int, beyond: Container[tuple] = ()) -> Outcome | None:
+def outcome(
+    fault: str, architecture: str, place: int, beyond: Container[tuple] = (), depth: int = Size.depth
+) -> Outcome | None:
     """Of a fault in the first (0), a middle (1) or the last block (2); None where it has no place, and where `beyond`
     holds (fault,), (fault, architecture) or (fault, architecture, block). A refusal counts where it names the cause.
     """
     known = set_of(fault)
-    case, planted = build(known.ARCHITECTURES[architecture], Size(seed=place)), known.FAULTS[fault]
+    case, planted = build(known.ARCHITECTURES[architecture], Size(depth, seed=place)), known.FAULTS[fault]
     stack = case.stacks[crc32(f"{architecture}{fault}{place}".encode()) % len(case.stacks)]
     blocks = case.blocks(stack)
     at = planted.fixed if planted.fixed is not None else (0, len(blocks) // 2, len(blocks) - 1)[place]
@@ -83,14 +85,17 @@ def main() -> None:
     parser.add_argument("catalogue", choices=SETS)
     parser.add_argument("--said", action="store_true", help="and what was said where a fault was not named")
     parser.add_argument("--fault", help="only faults whose name holds this")
+    parser.add_argument("--depth", type=int, default=Size.depth, help="blocks of a stack; of one, one place is tried")
+    parser.add_argument("--only", nargs="+", help="only these architectures")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     known, total = SETS[arguments.catalogue], Counter[str]()
+    names, places = arguments.only or [*known.ARCHITECTURES], range(min(arguments.depth, 3))
     print(f"{'mistake':45s} of  found  block  cause")
     for fault in known.FAULTS:
         if arguments.fault not in fault if arguments.fault else False:
             continue
-        tried = [(name, place, outcome(fault, name, place)) for name in known.ARCHITECTURES for place in range(3)]
+        tried = [(n, place, outcome(fault, n, place, depth=arguments.depth)) for n in names for place in places]
         every = [(name, place, each) for name, place, each in tried if each is not None]
         count = Counter(of=len(every))
         for name, place, each in every:
@@ -103,21 +108,21 @@ def main() -> None:
         )
     shares = ", ".join(f"{word} {total[word] / max(total['of'], 1):.1%}" for word in ("found", "block", "cause"))
     print(f"of {total['of']}: {shares}")
-    if not arguments.fault:
-        _sound(known)
+    if not arguments.fault and arguments.depth == Size.depth:
+        _sound(known, names)
 
 
-def _sound(known: ModuleType) -> None:
+def _sound(known: ModuleType, names: Sequence[str]) -> None:
     sizes = [Size(depth, width, seed) for depth in (1, 2, 3, 6, 12) for width in (32, 64) for seed in (0, 1)]
     wrong = 0
-    for name in known.ARCHITECTURES:
+    for name in names:
         for size in sizes:
             case = build(known.ARCHITECTURES[name], size)
             words = accused(case)
             if words:
                 wrong += 1
                 print(f"  {name} {size}: {words}")
-    print(f"of {len(sizes) * len(known.ARCHITECTURES)} sound networks {wrong} accused or noted")
+    print(f"of {len(sizes) * len(names)} sound networks {wrong} accused or noted")
 
 
 if __name__ == "__main__":

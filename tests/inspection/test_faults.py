@@ -43,6 +43,16 @@ BEYOND: dict[tuple, str] = {
     ("norm without epsilon", "modernbert", 1): "its first block has no norm before its attention",
     ("drawn with deviation one", "annotated"): "six times its siblings at this width, eight times from 64 on",
     ("positions drown tokens", "deit"): "its positions start at zero, so that nothing drowns",
+    ("keys not rotated",): "the other blocks see positions",
+    **{
+        (fault, name): "its stream is so small that tanh does nothing"
+        for fault in ("tanh on the stream", "tanh on the stream, every block")
+        for name in ("gpt-neo", "stablelm")
+    },
+    ("MLP without its shortcut, every block",): "networks without shortcuts are built on purpose",
+    ("norms of zero, every block",): "a note, since these norms learn to let a branch in",
+    ("product for sum, every block", "siglip"): "what is left of the stream is still told apart",
+    ("tokens of one", "pegasus"): "the table that is changed is not the one that its stacks read",
 }
 
 
@@ -66,7 +76,7 @@ def test_the_catalogue_is_as_large_as_it_is_said_to_be():
 
 @pytest.mark.catalogue(40)
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("fault", [fault for name, known in SETS.items() if name != "slips" for fault in known.FAULTS])
+@pytest.mark.parametrize("fault", [fault for known in SETS.values() for fault in known.FAULTS])
 def test_a_fault_is_named_with_its_block_and_its_cause(fault, place, full):
     """In every architecture with --full, in a few otherwise. Of a fault, one architecture in twelve may be missed."""
     chosen = [*set_of(fault).ARCHITECTURES][0 if full else crc32(fault.encode()) % 4 :: 1 if full else 6]
@@ -100,6 +110,32 @@ def test_healthy_networks_are_not_accused(full):
 
 def _architecture(name: str):
     return next(known.ARCHITECTURES[name] for known in SETS.values() if name in known.ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("part", "factor", "words"),
+    [
+        ("attn.c_proj.weight", 100.0, "attn.c_proj.weight of block 1 (transformer.h.0) is large"),
+        ("mlp.c_fc.weight", 100.0, "mlp.c_fc.weight of block 1 (transformer.h.0) is large"),
+        ("ln_2.weight", 0.0, "ln_2.weight of block 1 (transformer.h.0) is zero, unlike the other norms of its block"),
+    ],
+)
+def test_a_single_block_is_read_against_itself(part, factor, words):
+    case = build("gpt2", Size(1))
+    assert accused(case) == ""
+    with torch.no_grad():
+        case.model.transformer.h[0].get_parameter(part).mul_(factor)
+    assert words in inspect(case.model, case.batch).verdict.text
+
+
+@pytest.mark.parametrize("bound", [torch.tanh, lambda x: x.clamp(-1.0, 1.0)])
+def test_a_stream_that_is_cut_off_is_told_from_one_that_is_small(bound):
+    case = build("hand")
+    case.model.blocks[2].register_forward_hook(lambda module, args, out: bound(50.0 * out))
+    found = inspect(case.model, case.batch)
+    assert found.verdict.block == 3
+    assert "the stream itself is clipped" in found.verdict.text
+    assert found.blocks[3].outlier < 1.6 < found.blocks[2].outlier
 
 
 @pytest.mark.parametrize("architecture", ["opt", "qwen2", "bloom", "distilbert", "marian", "annotated"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import XLMConfig, XLMWithLMHeadModel
 
 from skipless.inspection.callback import SignalCallback
 from skipless.inspection.inspect import inspect, rounding
@@ -164,3 +165,48 @@ def test_a_plain_list_is_refused_with_its_name():
     model.layers = blocks
     with pytest.raises(ValueError, match=r"layers of Network is a plain list of modules.*nn\.ModuleList\(layers\)"):
         find_stacks(model)
+
+
+class Zipped(nn.Module):
+    """Attention and MLPs in two lists, called in one loop, as in XLM."""
+
+    def __init__(self, depth: int = 6):
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(VOCABULARY, WIDTH), Positions()
+        self.attentions = nn.ModuleList(Attention() for _ in range(depth))
+        self.mlps = nn.ModuleList(FeedForward() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.positions(self.embedding(ids))
+        for attention, mlp in zip(self.attentions, self.mlps, strict=True):
+            x = x + attention(x)
+            x = x + mlp(x)
+        return self.head(self.norm(x))
+
+
+def test_lists_that_are_zipped_are_one_stack():
+    torch.manual_seed(0)
+    model, ids = Zipped(), torch.randint(0, VOCABULARY, (3, LENGTH))
+    (blocks,) = find_stacks(model)
+    assert [name for name, _ in blocks] == [f"attentions.{index}" for index in range(6)]
+    assert [name for name, _ in blocks[0][1].named_children()] == ["attentions", "mlps"]
+    states = []
+    model.attentions[3].register_forward_pre_hook(lambda module, args: states.append(args[0].detach()))
+    found = inspect(model, ids)
+    assert found.healthy
+    assert found.doubts == ()
+    assert found.blocks[3].norm_mean == pytest.approx(float(states[0].square().mean()), rel=1e-5)
+    nn.init.zeros_(model.mlps[4].net[3].weight)
+    verdict = inspect(model, ids).verdict
+    assert (verdict.kind, verdict.block) == ("vanishing", 5)
+    assert verdict.text.startswith("mlps.net.3.weight of block 5 (attentions.4) is zero")
+
+
+def test_xlm_is_read_as_blocks():
+    sizes = {"emb_dim": 32, "n_layers": 4, "n_heads": 4, "max_position_embeddings": 32}
+    model = XLMWithLMHeadModel(XLMConfig(vocab_size=VOCABULARY, **sizes))
+    found = inspect(model, torch.randint(3, VOCABULARY, (3, LENGTH)))
+    assert found.healthy
+    assert [each.name for each in found.blocks[1:]] == [f"transformer.attentions.{index}" for index in range(4)]
+    assert {"query", "mlp", "norm"} <= set(found.blocks[1].parameter_gradients)

@@ -2,12 +2,20 @@
 
 import math
 from itertools import pairwise
-from statistics import median
 
-from skipless.inspection.evidence import CUTS, Evidence, Fault, at, blame, listed
+from skipless.inspection.branches import (
+    LEFT,
+    attention,
+    cut_shortcut,
+    looks_back_only,
+    mixed_heads,
+    no_shortcut,
+    other_factor,
+    other_gain,
+    other_scale,
+)
+from skipless.inspection.evidence import CUTS, Evidence, Fault, apart, at, blame, listed, odd_parameters
 from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.shortcuts import LEFT, cut_shortcut, no_shortcut, other_factor, other_gain
-from skipless.inspection.siblings import apart, odd_parameters, others_than
 from skipless.theory.certificate import VerdictKind
 
 # Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
@@ -17,13 +25,11 @@ _GRADIENT_JUMP = 1e6  # the same of squared gradients
 _INPUT_GRADIENT_JUMP = 1e10  # before the first block, whose norm divides by the size of a small embedding
 _UNDERFLOW = 1e-12  # below this squared gradients may come to 0 by rounding
 _DIP = 1e-4  # a gradient this much smaller than its siblings'
-# 1 − spread of attention that is uniform up to rounding. A small embedding without a norm before it comes to 1e-11.
-_UNIFORM = 1e-13
-_SATURATED = 0.03  # spread of attention that chooses one key
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
-_STILL_APART = 0.8  # mean cosine of locations that attention can choose between
-_CHOOSING = 0.12  # spread below which attention of all blocks together is called saturated
+_BOUNDED = (
+    1.6  # largest entry over the root mean square where entries are cut off; √3 if they are uniform, 3 or more if not
+)
 
 
 def first_fault(evidence: Evidence) -> Fault | None:
@@ -194,6 +200,20 @@ def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
+def _bounded(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A stream that is cut off: no entry is much larger than the typical one, though entries of what is read are."""
+    before = evidence.signals[each.block - 1]
+    if not each.outlier < _BOUNDED <= before.outlier:
+        return None
+    text = (
+        f"No entry of what block {each.block} ({each.name}) gives is larger than {each.outlier:.3g} times the typical "
+        f"one, where it reads up to {before.outlier:.3g} times: the stream itself is clipped, or goes through a "
+        "bounded activation."
+    )
+    look = f"Look in {each.name} for clamp, tanh or sigmoid behind the sum with the shortcut; they belong in a branch."
+    return blame(each, "fault", text, look)
+
+
 def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A factor on the whole stream: at every location, since a few may grow by as much in sound networks."""
     before, after = evidence.signals[each.block - 1], evidence.signals[each.block + 1 : each.block + 2]
@@ -244,99 +264,6 @@ def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
         look = f"Look in {each.name} for a matrix of rank one, a width of 1 on the way, or a broadcast."
         return blame(each, "collapse", text, look)
     return None
-
-
-def _attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """Attention that is uniform, or that chooses one key, where that of the other blocks does neither."""
-    spread = each.attention_spread
-    if spread is None or math.isnan(spread):
-        return None
-    place = f"Attention of block {each.block} ({each.name})"
-    others = others_than(evidence.numbers(lambda s: s.attention_spread), each.block)
-    if spread < _SATURATED and (not others or median(others) > 10 * _SATURATED):
-        where, first, own = "on one key, whatever they hold", each.attention_first or 0.0, each.attention_own or 0.0
-        where = "on the first location" if first > 0.99 else "on itself" if own > 0.99 else where
-        text = (
-            f"{place} puts every location's weight {where}: its softmax is saturated and hands no gradient to scores."
-        )
-        if own > 0.99:
-            text = f"{place} lets every location see only itself: the softmax is saturated."
-        look = f"Look at the scale of scores in {each.name}, at its mask or bias, and at the size of queries and keys."
-        return blame(each, "vanishing", text, look)
-    apart_yet = {after.block for before, after in pairwise(evidence.signals) if before.cosine_mean < _STILL_APART}
-    every = [s for b, s in evidence.numbers(lambda s: s.attention_spread).items() if b in apart_yet]
-    if each.block in apart_yet and len(every) > 1 and median(every) < _CHOOSING and max(every) < 2 * _CHOOSING:
-        text = (
-            f"Attention is saturated in all blocks whose locations differ, from block {each.block} ({each.name}) on: "
-            f"every location puts nearly all of its weight on one key (entropy {median(every):.0%} of a uniform "
-            "one's), so that scores hardly learn."
-        )
-        look = (
-            "Look at how queries and keys are drawn (too large: a deviation of 1/√width is usual), at the scale of "
-            "scores, 1/√(head width), and at norms that are missing before them."
-        )
-        return blame(each, "vanishing", text, look)
-    distances = {b: 1.0 - s for b, s in evidence.numbers(lambda s: s.attention_spread).items()}
-    if evidence.signals[each.block - 1].cosine_mean > 0.99:
-        return None  # locations that are alike are attended to alike
-    if 1.0 - spread < _UNIFORM and median([max(d, 0.0) for d in distances.values()]) > _UNIFORM / _DIP:
-        text = (
-            f"{place} is uniform: it averages all locations whatever they hold, while the blocks around it attend to "
-            "content."
-        )
-        look = f"Look at queries and keys of {each.name}: zero weights, a scale of 0, or scores that are overwritten."
-        return blame(each, "collapse", text, look)
-    return None
-
-
-def _looks_back_only(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """A causal mask in one block, where the others look both ways."""
-    ahead = evidence.numbers(lambda s: s.attention_ahead)
-    others = others_than(ahead, each.block)
-    if ahead.get(each.block) != 0 or len(others) < 2 or not min(others) > 0.01:
-        return None
-    text = f"Block {each.block} ({each.name}) sees only what came before, while the other blocks look both ways."
-    return blame(each, "fault", text, f"Look in {each.name} for a causal mask, or is_causal=True.")
-
-
-def _other_scale(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """Scores that are multiplied by something else than in the other blocks, which agree."""
-    scales = evidence.wirings(lambda wired: wired.scale)
-    others = others_than(scales, each.block)
-    if each.block not in scales or len(others) < 2 or not min(others) > 0 or max(others) > 1.01 * min(others):
-        return None
-    ratio = scales[each.block] / median(others)
-    if 1 / 1.3 < ratio < 1.3:
-        return None
-    text = (
-        f"Block {each.block} ({each.name}) multiplies its scores, products of queries and keys, by {ratio:.3g} times "
-        "what the other blocks do."
-    )
-    look = (
-        f"Look at the scale of scores in {each.name}: 1/√(head width), forgotten, applied twice, or of another width."
-    )
-    return blame(each, "fault", text, look)
-
-
-_MIXED = {
-    "result": (
-        "what a head finds at one location is handed to another",
-        "what attention gives, (rows, heads, T, head width): it needs transpose(1, 2) before reshape(rows, T, width)",
-    ),
-    "values": (
-        "a head reads pieces of other locations for values",
-        "queries, keys and values: view(rows, T, heads, head width) first, and then transpose(1, 2)",
-    ),
-}
-
-
-def _mixed_heads(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    mixed = evidence.wired[each.block - 1].mixed if evidence.wired else ""
-    if not mixed:
-        return None
-    what, where = _MIXED[mixed]
-    text = f"Block {each.block} ({each.name}) mixes heads with locations: {what}."
-    return blame(each, "fault", text, f"Look in {each.name} at the reshape of {where}.")
 
 
 def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -461,14 +388,15 @@ _RULES = (
     _zeros,
     _parameters,
     _never_negative,
+    _bounded,
     _alike,
     _leak,
     _unused,
-    _mixed_heads,
+    mixed_heads,
     _norm_jump,
-    _attention,
-    _looks_back_only,
-    _other_scale,
+    attention,
+    looks_back_only,
+    other_scale,
     _unchanged,
     _no_gradient,
     _locations_without_gradient,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
-from skipless.inspection.spans import is_called, listening
+from skipless.inspection.stacks import is_called, listening
 from skipless.inspection.statistics import (
     ActivationStats,
     Described,
@@ -48,7 +48,7 @@ class Recorder:
         self.current: int | None = None
         self.refused: str | None = None
         self.started = math.inf
-        self.lifted = False  # whether what enters the first block came without a gradient
+        self.cut = False  # whether what enters the first block came without a gradient
         self.attached: dict[int, bool] = {}
         self._carries: dict[int, Tensor] = {}
         self._handed: dict[int, Tensor] = {}
@@ -154,8 +154,8 @@ class Recorder:
                 return None
             if index == 1:
                 self.started = time.perf_counter()
-                if not x.requires_grad and not self.live and torch.is_grad_enabled() and is_called(module):
-                    self.lifted = True
+                self.cut = not x.requires_grad and not self.live and torch.is_grad_enabled()
+                if self.cut and is_called(module):
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = exchanged(args, kwargs, x, lifted)
                     x = lifted

@@ -187,6 +187,8 @@ def predicts_next(model: nn.Module) -> bool:
     """Whether the output at a location is for the token after it."""
     if isinstance(model, Transformer):
         return model.config.head == "lm"
+    if getattr(getattr(model, "config", None), "causal", None) is False:  # XLM's head serves both kinds
+        return False
     return type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
 

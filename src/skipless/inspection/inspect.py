@@ -32,8 +32,7 @@ from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.prediction import predict
 from skipless.inspection.probes import Seen, Watched, padding_seen, probe
 from skipless.inspection.remarks import of_model, remarks
-from skipless.inspection.spans import listening
-from skipless.inspection.stacks import Block, find_blocks, find_stacks, says_causal
+from skipless.inspection.stacks import Block, find_blocks, find_stacks, listening, says_causal
 from skipless.inspection.statistics import ActivationStats, InspectOptions
 from skipless.model import kernel_maps
 from skipless.model.quantise import QUANTISATIONS, quantised
@@ -176,7 +175,7 @@ def _found(
     verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
     pictures = pictures if len({picture.shape for picture in pictures}) == 1 else []
-    notes = tuple(remarks(recorder.blocks, evidence, seen))
+    notes = tuple(remarks(model, recorder.blocks, evidence, seen))
     return Inspection(name, signals, verdict, advice, np.stack(pictures) if pictures else None, locations, notes)
 
 
@@ -279,7 +278,7 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
             for recorder in recorders:
                 listening.enter_context(recorder)
             output = model(*args, **kwargs)
-        notes = list(of_model(model, output, [each.blocks[0][0] for each in recorders if each.lifted]))
+        notes = list(of_model(model, output, [each.blocks[0][0] for each in recorders if each.cut]))
         if loss is not None:
             loss(output).backward()
         del output  # the head's part of the graph is not needed

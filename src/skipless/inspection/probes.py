@@ -19,7 +19,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from skipless.inspection.hooks import hidden, rows_first
 from skipless.inspection.inputs import Batch, logits_of, model_inputs, padding, predicts_next, some_rows
-from skipless.inspection.spans import listening
+from skipless.inspection.stacks import listening
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import Wired, Wiring
 

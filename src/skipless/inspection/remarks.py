@@ -14,10 +14,11 @@ from skipless.inspection.probes import Seen, drowned
 from skipless.inspection.stacks import Block, plain_lists
 
 _DROPPED = 0.9  # a share that no one drops on purpose
+_BOTH_WAYS = ("ForMaskedLM", "ForTokenClassification", "ForImageClassification", "VisionModel")
 _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 
-def remarks(blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
+def remarks(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
     """A sentence or two on each."""
     names = [f"{number} ({name})" for number, (name, _) in enumerate(blocks, start=1)]
     yield from _probed(names, seen)
@@ -30,6 +31,7 @@ def remarks(blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator
     yield from _norms_of_zero(evidence)
     yield from _unused(evidence)
     yield from _straight(names, evidence)
+    yield from _looks_back(model, evidence.signals[1:])
 
 
 def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
@@ -94,6 +96,16 @@ def _straight(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
         yield (
             f"In {which[0].lower()}{which[1:]}, what {first} gives goes to {second} as it is, so that the "
             "two are one linear map: an activation between them is missing."
+        )
+
+
+def _looks_back(model: nn.Module, signals: Sequence[BlockSignal]) -> Iterator[str]:
+    """A causal mask in every block of a model whose class says that it is to read both ways."""
+    ahead = [each.attention_ahead for each in signals]
+    if type(model).__name__.endswith(_BOTH_WAYS) and ahead and all(weight == 0 for weight in ahead):
+        yield (
+            f"No block looks ahead of a location, though {type(model).__name__} is made to read both ways. Look for a "
+            "causal mask, or is_causal=True, in the class of all blocks."
         )
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from skipless.inspection.hooks import exchanged, hidden
-from skipless.inspection.spans import is_called, listening
+from skipless.inspection.stacks import is_called, listening
 from skipless.inspection.statistics import fetched, wide
 
 _LINEAR = (F.linear, torch.addmm)
