@@ -76,7 +76,9 @@ def test_the_catalogue_is_as_large_as_it_is_said_to_be():
 
 @pytest.mark.catalogue(40)
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("fault", [fault for known in SETS.values() for fault in known.FAULTS])
+@pytest.mark.parametrize(
+    "fault", [fault for name, known in SETS.items() if name != "oversights" for fault in known.FAULTS]
+)
 def test_a_fault_is_named_with_its_block_and_its_cause(fault, place, full):
     """In every architecture with --full, in a few otherwise. Of a fault, one architecture in twelve may be missed."""
     chosen = [*set_of(fault).ARCHITECTURES][0 if full else crc32(fault.encode()) % 4 :: 1 if full else 6]
