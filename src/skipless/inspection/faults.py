@@ -27,9 +27,10 @@ _UNDERFLOW = 1e-12  # below this squared gradients may come to 0 by rounding
 _DIP = 1e-4  # a gradient this much smaller than its siblings'
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
-_BOUNDED = (
-    1.6  # largest entry over the root mean square where entries are cut off; √3 if they are uniform, 3 or more if not
-)
+_SCORES = 1e-8  # gradient of queries and keys over that of values where attention does not depend on its scores
+_LESS = 0.1  # of a squared gradient, on its way from one block to the one before it
+# Largest entry over the root mean square where entries are cut off; √3 where they are uniform, 3 or more where not.
+_BOUNDED = 1.6
 
 
 def first_fault(evidence: Evidence) -> Fault | None:
@@ -187,6 +188,33 @@ def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
+def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A block whose output nothing reads, though the blocks behind it run and get a gradient."""
+    behind = [s.gradient_mean for s in evidence.signals[each.block + 1 :]]
+    if each.gradient_mean is not None or not each.attached or not any(behind):
+        return None
+    text = (
+        f"What block {each.block} ({each.name}) gives is not read: no gradient comes back to it, though one reaches "
+        "the blocks behind it."
+    )
+    look = f"Look at the loop over blocks for {each.name}(x) without x = before it, and for an input that is kept."
+    return blame(each, "fault", text, look)
+
+
+def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A factor on the gradient between a block and the next, which hands back more than arrives."""
+    following = evidence.signals[each.block + 1 : each.block + 2]
+    arrived, handed = each.gradient_mean, following[0].gradient_back if following else None
+    if arrived is None or handed is None or not _UNDERFLOW < handed < math.inf or not 0 < arrived < _LESS * handed:
+        return None
+    text = (
+        f"The gradient that reaches block {each.block} ({each.name}) is {(arrived / handed) ** 0.5:.2g} times what the "
+        "next block hands back: something between them multiplies it."
+    )
+    look = f"Look for a hook on what {each.name} gives, or for a function that scales gradients."
+    return blame(each, "fault", text, look)
+
+
 def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """An activation on the stream itself, where a branch was meant."""
     before = evidence.signals[each.block - 1]
@@ -296,6 +324,12 @@ def _no_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
         f"Look in {each.name} for what cuts this branch off: {CUTS}, a factor of zero on it, or an activation that is "
         "never on (a bias far below zero)."
     )
+    weights = evidence.weights[each.block - 1] if evidence.weights else {}
+    if all(label in weights and weights[label].group in ("query", "key") for label in silent):
+        look = (
+            f"What attention gives there does not depend on its scores. Look in {each.name} for keys and values that "
+            f"are cut to one key, for a mask that leaves one key, and for {CUTS} on queries, keys or weights."
+        )
     return blame(each, "vanishing", text, look)
 
 
@@ -326,6 +360,9 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
     groups, sizes = each.parameter_gradients, each.parameter_sizes
     values = groups.get("value") == 0 and sizes.get("output", 0.0) > 0 and sizes.get("value", 0.0) > 0
     cut = [n for n in own if n in weights and weights[n].group in ("query", "key", "value")] if values else []
+    apart_yet, ratio = evidence.signals[each.block - 1].cosine_mean < _APART, each.query_key_gradient
+    if not values and apart_yet and ratio is not None and ratio < _SCORES and groups["value"] > 0:
+        cut = [n for n in own if n in weights and weights[n].group in ("query", "key") and weights[n].size > 0]
     return [label for labels in dead for label in labels] or cut
 
 
@@ -392,6 +429,8 @@ _RULES = (
     _alike,
     _leak,
     _unused,
+    _not_read,
+    _gradient_factor,
     mixed_heads,
     _norm_jump,
     attention,

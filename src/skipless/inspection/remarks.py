@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.evidence import CUTS, Evidence, listed
+from skipless.inspection.evidence import CUTS, Evidence, drawn_otherwise, listed
 from skipless.inspection.gradients import Weight
 from skipless.inspection.inputs import logits_of
 from skipless.inspection.inspection import BlockSignal
@@ -15,6 +15,7 @@ from skipless.inspection.stacks import Block, plain_lists
 
 _DROPPED = 0.9  # a share that no one drops on purpose
 _BOTH_WAYS = ("ForMaskedLM", "ForTokenClassification", "ForImageClassification", "VisionModel")
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 
@@ -32,6 +33,8 @@ def remarks(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen:
     yield from _unused(evidence)
     yield from _straight(names, evidence)
     yield from _looks_back(model, evidence.signals[1:])
+    yield from _drawn_otherwise(names, evidence.weights)
+    yield from _batch_norms(blocks)
 
 
 def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
@@ -160,6 +163,42 @@ def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
         which = [name for name, frozen in zip(names, still, strict=True) if frozen]
         verb = "is frozen: its parameters do" if len(which) == 1 else "are frozen: their parameters do"
         yield f"{_blocks(which)} {verb} not learn. If that is not meant: requires_grad_(True)."
+    learning = [{label: p.requires_grad for label, p in block.named_parameters()} for _, block in blocks]
+    for name, own in zip(names, learning, strict=True):
+        odd = [
+            n
+            for n, learns in own.items()
+            if not learns and 2 * sum(other.get(n, False) for other in learning) > len(names)
+        ]
+        if odd and any(own.values()):
+            yield (
+                f"{listed(odd)} of block {name} {'is' if len(odd) == 1 else 'are'} frozen, while those of the other "
+                "blocks learn. If that is not meant: requires_grad_(True)."
+            )
+
+
+def _drawn_otherwise(names: Sequence[str], weights: Sequence[Mapping[str, Weight]]) -> Iterator[str]:
+    """A block that was initialised in another way than its siblings."""
+    for block, name in enumerate(names, start=1):
+        ratio = drawn_otherwise(weights, block)
+        if ratio is not None:
+            size = f"{ratio:.2g} times larger" if ratio > 1 else f"{1 / ratio:.2g} times smaller"
+            yield (
+                f"All matrices of block {name} are {size} than those of the other blocks, which agree: it was drawn or "
+                "scaled otherwise. If that is not meant: initialise it as the others are."
+            )
+
+
+def _batch_norms(blocks: Sequence[Block]) -> Iterator[str]:
+    """BatchNorm in a block without a convolution."""
+    for name, block in blocks:
+        kinds = [(inner, module) for inner, module in block.named_modules() if isinstance(module, _BATCH_NORMS)]
+        if kinds and not any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in block.modules()):
+            yield (
+                f"{name}.{kinds[0][0]} is a BatchNorm: in training, rows and locations are normalised by each other; "
+                "in evaluation, by what was seen in training, which at first is nothing. Use LayerNorm or RMSNorm."
+            )
+            return
 
 
 def _dropped(blocks: Sequence[Block]) -> Iterator[str]:
