@@ -28,6 +28,7 @@ _DIP = 1e-4  # a gradient this much smaller than its siblings'
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
 _SCORES = 1e-8  # gradient of queries and keys over that of values where attention does not depend on its scores
+_NEARLY = 0.995  # mean cosine of locations that are still told apart
 _LESS = 0.1  # of a squared gradient, on its way from one block to the one before it
 # Largest entry over the root mean square where entries are cut off; √3 where they are uniform, 3 or more where not.
 _BOUNDED = 1.6
@@ -360,8 +361,9 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
     groups, sizes = each.parameter_gradients, each.parameter_sizes
     values = groups.get("value") == 0 and sizes.get("output", 0.0) > 0 and sizes.get("value", 0.0) > 0
     cut = [n for n in own if n in weights and weights[n].group in ("query", "key", "value")] if values else []
-    apart_yet, ratio = evidence.signals[each.block - 1].cosine_mean < _APART, each.query_key_gradient
-    if not values and apart_yet and ratio is not None and ratio < _SCORES and groups["value"] > 0:
+    # where locations become alike, here or in a later block, queries and keys lose their gradient by that
+    alike, ratio = max(signal.cosine_mean for signal in evidence.signals[each.block - 1 :]), each.query_key_gradient
+    if not values and alike < _NEARLY and ratio is not None and ratio < _SCORES and groups["value"] > 0:
         cut = [n for n in own if n in weights and weights[n].group in ("query", "key") and weights[n].size > 0]
     return [label for labels in dead for label in labels] or cut
 
