@@ -86,7 +86,7 @@ def import_code(name: str) -> None:
     """
     path = Path(name)
     if path.suffix != ".py":
-        _run(f"--import {name}", lambda: import_module(name))
+        _run(f"--import {name}", lambda: _import_with_code(name))
         return
     if not path.is_file():
         raise ValueError(f"--import {name}: there is no such file (working folder {Path.cwd()})")
@@ -104,6 +104,12 @@ def import_code(name: str) -> None:
     except BaseException:
         del sys.modules[path.stem]
         raise
+
+
+def _import_with_code(name: str) -> None:
+    """Import a module. A folder without __init__.py counts as one for Python, and runs nothing."""
+    if getattr(import_module(name), "__file__", "built in") is None:
+        raise ValueError(f"{name} is a folder without __init__.py, so nothing of it runs; name a file in it, FILE.py")
 
 
 @functools.cache

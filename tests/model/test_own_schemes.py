@@ -311,3 +311,11 @@ def test_carrying_refuses_what_no_softmax_can_do():
     targets = [kernels.uniform(0.5, 8), kernels.uniform(0.2, 8)]
     with pytest.raises(ValueError, match=r"in block 2 needs attention -.* use kernels closer"):
         skipless.theory.carrying(targets)
+
+
+def test_a_folder_is_no_module_of_ones_own(tmp_path, monkeypatch):
+    """Python imports one as a namespace without running anything: whoever names it would wait for their scheme."""
+    (tmp_path / "schemes_of_mine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"schemes_of_mine is a folder without __init__\.py.* name a file in it"):
+        lazy.import_code("schemes_of_mine")

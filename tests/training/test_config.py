@@ -160,6 +160,6 @@ def test_recipes_are_appendix_h():
     assert (espa.optimizer.name, espa.optimizer.clip, espa.optimizer.weight_decay) == ("adam", 0.1, 0.0)
     assert espa.data == DataConfig("wikitext-103", vocab=32_000)
     assert OptimizerConfig().betas == (0.9, 0.999)
-    assert len(names()) == 92
+    assert len(names()) == 93
     with pytest.raises(ValueError, match="no preset 'wikitext103/espa'; did you mean 'wikitext103/e-spa'"):
         recipe("wikitext103/espa")

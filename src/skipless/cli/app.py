@@ -56,7 +56,7 @@ COMMANDS = {
     "train": Command("train", "Train a network. Kill it at any moment and repeat the command with --resume.", _RESUMES),
     "export": Command(
         "export",
-        "Write config, weights (safetensors), tokenizer and model card of a run for Hugging Face tools.",
+        "Write config, weights (safetensors), tokenizer or image processor, and model card of a run for Hugging Face.",
         "stopped; the same command begins again",
     ),
     "report": Command(
