@@ -12,6 +12,7 @@ from skipless.model.config import ModelConfig
 from skipless.model.fold import FoldedTransformer, fold
 from skipless.model.generate import KVCache, decode
 from skipless.model.transformer import Transformer
+from skipless.nn.attention import AttentionOptions, ShapedAttention
 from skipless.theory import kernels, propagation
 from skipless.theory.schemes import ExponentialSPA, Scheme, UniformSPA, ValueSkipInit
 from skipless.theory.shaping import tat
@@ -168,6 +169,12 @@ def test_a_configuration_with_readers_is_plain_json():
 def test_readers_that_cannot_be_are_refused(fields, advice):
     with pytest.raises(ValueError, match=advice):
         config_of(**fields)
+
+
+def test_attention_by_itself_refuses_them_too():
+    options = AttentionOptions(readers=2, value_output="identity")
+    with pytest.raises(ValueError, match="use value_output='identity', bias_gain=True and kv_heads=4"):
+        ShapedAttention(32, 4, SCHEMES["e-spa"].shapes(1)[0], options=options)
 
 
 @torch.no_grad()

@@ -334,8 +334,8 @@ def check_names(kind: Any, data: Mapping[str, Any]) -> None:
             raise ValueError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
 
 
-_LEAST = {"vocab_size": 1, "width": 1, "depth": 1, "heads": 1, "kv_heads": 1, "hidden": 0, "length": 1, "classes": 0}
-_LEAST |= {"readers": 0}
+_LEAST = dict.fromkeys(("vocab_size", "width", "depth", "heads", "kv_heads", "length"), 1)
+_LEAST |= dict.fromkeys(("hidden", "classes", "readers"), 0)
 _MOST = (1 << 31) - 1
 _CHOICES = {
     "norm": ("none", "pre", "post"),

@@ -68,6 +68,11 @@ class ShapedAttention(nn.Module):
             )
         self.options = options or AttentionOptions()
         readers, trained = self.options.readers, self.options.value_output == "trained"
+        if readers and (trained or not self.options.bias_gain or kv_heads != heads):
+            raise ValueError(
+                f"readers={readers} stand beside heads that carry their input and share no keys: use "
+                f"value_output='identity', bias_gain=True and kv_heads={heads}"
+            )
         self.heads, self.kv_heads, self.head_width = heads + readers, kv_heads + readers, width // heads
         self.query = nn.Linear(width, self.heads * self.head_width, bias=False)
         self.key = nn.Linear(width, self.kv_heads * self.head_width, bias=False)
