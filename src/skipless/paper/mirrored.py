@@ -25,6 +25,8 @@ and W_O that start at 0. Where a mirrored network with gains was far behind Pre-
 parameters, half as many heads again took most of the gap away. So the network with readers is claimed to end within
 .05 of Pre-LN with Muon, below the one without, and within .05 of Pre-LN after three times the steps too, where the gap
 had grown. With Adam, where it was ahead and then behind, it is claimed to be no worse than Pre-LN at both lengths.
+Known too: with batches of 1,024 tokens it diverged at the rate of the law over depth, and at half of it in a run of
+4,000 steps. Batches here are eight times as large, and rates are tuned.
 
 Depth: 108 blocks at half the best rate of 36 had trained at the first try, Pre-LN at its unchanged rate. Whether the
 law over depth does Pre-LN harm is seen beside a Pre-LN whose rate does not change, and the claim is made against both.
