@@ -15,6 +15,7 @@ from skipless.theory import local_maps
 from skipless.theory.activations import ShapedActivation
 from skipless.theory.propagation import (
     Attend,
+    AttendByHead,
     Chain,
     KernelLayer,
     MirroredMlp,
@@ -32,23 +33,30 @@ _MOST_TERMS = 256
 @torch.no_grad()
 def predict(layers: Sequence[KernelLayer], kernel: Tensor) -> list[dict[str, float]]:
     """Mean norm, mean cosine and mean gradient gain of Σ_0, Σ_1, …, up to the last kernel that is finite with norms
-    above 0. kernel is Σ_0, (T, T) in float64. Gains count from the last block: they are NaN if it is not reached.
+    above 0. kernel is Σ_0, (T, T) in float64, or that of each head where heads are streams of their own. Gains count
+    from the last block: they are NaN if it is not reached.
     """
-    states, shapes = [kernel], _Shapes(kernel)
+    state, states, shapes = kernel, [_whole(kernel)], _Shapes(_whole(kernel))
     for layer in layers:
-        states.append(_forward(layer, states[-1], shapes))
+        state = _forward(layer, state, shapes)
+        states.append(_whole(state))
     sound = torch.stack([torch.isfinite(state).all() & (torch.diagonal(state) > 0).all() for state in states[1:]])
     states = states[: 1 + int(sound.long().cumprod(0).sum())]
-    gains = [torch.full_like(kernel[0], math.nan) for _ in states]
+    gains = [torch.full_like(states[0][0], math.nan) for _ in states]
     if len(states) > len(layers):
-        gradient = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
+        gradient = torch.eye(len(states[0]), dtype=kernel.dtype, device=kernel.device)
         gains[-1] = torch.diagonal(gradient)
         for index in range(len(layers) - 1, -1, -1):
             gradient = _backward(layers[index], gradient, states[index], shapes)
-            gains[index] = torch.diagonal(gradient)
+            gains[index] = torch.diagonal(_whole(gradient))
     pairs = zip(states, gains, strict=True)
     rows = torch.stack([torch.stack([torch.diagonal(s).mean(), _mean_cosine(s), g.mean()]) for s, g in pairs])
     return [dict(zip(("norm", "cosine", "gradient"), row, strict=True)) for row in rows.tolist()]
+
+
+def _whole(kernel: Tensor) -> Tensor:
+    """theory.propagation.whole: the mean over heads, where there is one of each."""
+    return kernel if kernel.dim() == 2 else kernel.mean(0)
 
 
 def _forward(layer: KernelLayer, kernel: Tensor, shapes: "_Shapes") -> Tensor:
@@ -56,6 +64,9 @@ def _forward(layer: KernelLayer, kernel: Tensor, shapes: "_Shapes") -> Tensor:
         case Attend():
             heads = shapes.heads(layer.shape)
             return (heads @ kernel @ heads.mT).mean(0)
+        case AttendByHead():
+            heads = shapes.heads(layer.shape)
+            return heads @ kernel @ heads.mT
         case Mlp():
             return _mapped(layer, 0, kernel)
         case MirroredMlp():
@@ -78,6 +89,9 @@ def _backward(layer: KernelLayer, gradient: Tensor, kernel: Tensor, shapes: "_Sh
         case Attend():
             heads = shapes.heads(layer.shape)
             return (heads.mT @ gradient @ heads).mean(0)
+        case AttendByHead():
+            heads = shapes.heads(layer.shape)
+            return heads.mT @ gradient @ heads
         case Mlp():
             return gradient * _mapped(layer, 1, kernel)
         case MirroredMlp():
@@ -119,7 +133,7 @@ class _Shapes:
         bias, row_scale = vectors.between(here, here)
         if shape.causal:
             bias = bias.masked_fill(here[:, None] < here, -math.inf)
-        return bias.softmax(-1) * row_scale[:, None]
+        return bias.softmax(-1) * row_scale
 
 
 def _mapped(layer: Mlp, order: int, kernel: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.ops.linear import joint_layers, project, project_jointly
 from skipless.theory.propagation import QueryKeyInit, ValueOutput
-from skipless.theory.shapes import AttentionShape, DenseShape, IdentityShape, PlainShape, RescaledShape
+from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
 _SHORTEST_STORED = 512
 
@@ -72,6 +72,11 @@ class ShapedAttention(nn.Module):
             raise ValueError(
                 f"readers={readers} stand beside heads that carry their input and share no keys: use "
                 f"value_output='identity', bias_gain=True and kv_heads={heads}"
+            )
+        if isinstance(shape, ShapeByHead) and (shape.heads != heads or readers):
+            raise ValueError(
+                f"a shape by head for {shape.heads} heads with heads={heads} and readers={readers}: give a shape for "
+                "each head, and no readers, which have none of their own"
             )
         self.heads, self.kv_heads, self.head_width = heads + readers, kv_heads + readers, width // heads
         self.query = nn.Linear(width, self.heads * self.head_width, bias=False)
@@ -259,11 +264,7 @@ def _build_bias(shape: AttentionShape, length: int, device: torch.device, dtype:
     """Vectors for at least `length` locations, all written out to one stored length."""
     if not shape.causal:
         return BiasVectors.of(shape, length, device, dtype)
-    if isinstance(shape, DenseShape | RescaledShape):
+    if shape.limit is not None:
         # all that is calibrated, at once: decoding would otherwise rebuild the table for every token
-        calibrated = len(shape.matrix if isinstance(shape, DenseShape) else shape.scales)
-        return BiasVectors.of(shape, max(length, calibrated), device, dtype)
-    stored = max(_SHORTEST_STORED, 2 ** (length - 1).bit_length())
-    bias = BiasVectors.of(shape, stored, device, dtype)
-    vectors = {name: t for name, t in bias.tensors().items() if name != "slope" and 1 < len(t) < stored}
-    return bias.with_tensors(**{n: torch.cat([t, t[-1:].expand(stored - len(t))]) for n, t in vectors.items()})
+        return BiasVectors.of(shape, max(length, shape.limit), device, dtype)
+    return BiasVectors.of(shape, max(_SHORTEST_STORED, 2 ** (length - 1).bit_length()), device, dtype)

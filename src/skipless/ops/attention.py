@@ -106,7 +106,8 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
                 return out
             q, k = rotation.rotate(q), rotation.rotate(k)
             inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias)
-        return _implementation(impl, inputs).attend(inputs)
+        attend = _implementation(impl, inputs).attend
+        return torch.cat([attend(part) for part in inputs.by_run()], dim=1) if shape.runs else attend(inputs)
 
 
 def rotary_attention(inputs: AttentionInputs, qkv: Tensor, rotation: Rotation, impl: str) -> Tensor | None:
@@ -114,13 +115,13 @@ def rotary_attention(inputs: AttentionInputs, qkv: Tensor, rotation: Rotation, i
 
     It spares the backward pass the rotation's own gradient, and a concatenation. The inputs' q, k and v are slices of
     qkv (batch, T, features), in this order and not rotated; or q and k alone are, and v is a tensor of its own.
-    None where `impl` means other code than the GPU kernels, or those cannot run this.
+    None where `impl` means other code than the GPU kernels, those cannot run this, or heads have shapes of their own.
     """
     cos, sin = rotation.cos, rotation.sin
     batch, heads, length, width = inputs.q.shape
     fits = cos.shape == sin.shape and cos.shape[0] in (1, batch) and cos.shape[1:] == (1, length, width // 2)
     name = choose(inputs)[0] if impl == "auto" else impl
-    if not fits or name != "triton" or why_not_triton(inputs) is not None:
+    if not fits or name != "triton" or inputs.bias.runs or why_not_triton(inputs) is not None:
         return None
     from skipless.ops.gpu import rotary
 

@@ -1,5 +1,6 @@
 """What attention computes from: BiasVectors, an AttentionShape as tensors, and AttentionInputs, one checked call."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from skipless.ops.layout import Layout
 from skipless.theory import shapes
-from skipless.theory.shapes import AlibiShape, AttentionShape, IdentityShape, PlainShape
+from skipless.theory.shapes import AlibiShape, AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
 _VECTORS = ("column", "diagonal", "row_scale")
 _TENSORS = ("slope", *_VECTORS, "row", "table")
@@ -25,6 +26,8 @@ class BiasVectors:
     up to a constant per row. slope is a number or one per query head. The last entry of a vector stands for every later
     location. row is None where the shape has no row term.
     A shape with no O(T) form has a table instead: B itself, (T, T), with −∞ where attention is 0.
+    A shape by head has all this for each run of heads that have one shape: runs says how many heads each has, and every
+    tensor has one more axis in front, of so many entries.
 
     `of` writes every vector out to `length` entries, so that all blocks of a network have tensors of one size and share
     a compiled graph.
@@ -48,6 +51,7 @@ class BiasVectors:
     exact_reach: bool = False
     plain: bool = False
     sloped_rows: bool = False
+    runs: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -65,6 +69,8 @@ class BiasVectors:
                 "IdentityShape has no finite bias, so no softmax attends by it; Value-SkipInit realises it by gains, "
                 "αV + β·attention with α=1, β=0, where the attention inside has PlainShape"
             )
+        if isinstance(shape, ShapeByHead):
+            return cls._of_runs(shape, length, device, dtype)
         if shape.tabled:
             return cls._of_table(shape, length, device, dtype)
         compact = shape.compact(length)
@@ -80,6 +86,7 @@ class BiasVectors:
             exact_reach=not (any_length or shape.causal),
             plain=isinstance(shape, PlainShape),
             sloped_rows=compact.row is not None and bool(np.any(compact.slope)),
+            runs=(),
         )
 
     @classmethod
@@ -89,7 +96,8 @@ class BiasVectors:
         if table.shape != (length, length):
             raise ValueError(
                 f"{type(shape).__name__} has a table of {table.shape} for {length} locations; it must be ({length}, "
-                f"{length}), one for all heads. Slopes by head have a compact form: see CompactBias"
+                f"{length}), one for all heads. Slopes by head have a compact form: see CompactBias; tables by head "
+                "are a ShapeByHead"
             )
         return cls(
             slope=zero[0],
@@ -101,6 +109,23 @@ class BiasVectors:
             reach=length,
             exact_reach=not shape.causal,
         )
+
+    @classmethod
+    def _of_runs(cls, shape: ShapeByHead, length: int, device, dtype: torch.dtype) -> "BiasVectors":
+        runs = shape.runs()
+        each = [cls.of(one, length, device, dtype) for one, _ in runs]
+        if len({tuple(bias.tensors()) for bias in each}) > 1:
+            raise ValueError("some heads have a row term and others none; give all of them one, or none")
+        stacked = {name: torch.stack([bias.tensors()[name] for bias in each]) for name in each[0].tensors()}
+        return replace(each[0], **stacked, runs=tuple(count for _, count in runs))
+
+    def by_run(self) -> "Iterator[tuple[slice, BiasVectors]]":
+        """The heads of each run and their vectors, first to last."""
+        start = 0
+        for index, count in enumerate(self.runs):
+            own = {name: tensor[index] for name, tensor in self.tensors().items()}
+            yield slice(start, start + count), replace(self, **own, runs=())
+            start += count
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,8 +156,13 @@ class BiasVectors:
 
     def between(self, query_locations: Tensor, key_locations: Tensor) -> tuple[Tensor, Tensor]:
         """(bias, row_scale) between locations (…, T_q) and (…, T_k), by the definition: (…, 1 or heads, T_q, T_k) and
-        (…, T_q). Nothing is masked."""
-        row_scale = take(self.row_scale, query_locations)
+        (…, 1 or heads, T_q, 1). Nothing is masked."""
+        if self.runs:
+            each = [run.between(query_locations, key_locations) for _, run in self.by_run()]
+            counts = torch.tensor(self.runs, device=self.device)
+            bias, row_scale = (torch.cat(parts, dim=-3) for parts in zip(*each, strict=True))
+            return bias.repeat_interleave(counts, dim=-3), row_scale.repeat_interleave(counts, dim=-3)
+        row_scale = take(self.row_scale, query_locations)[..., None, :, None]
         if self.table is not None:
             return self.table[query_locations[..., :, None], key_locations[..., None, :]].unsqueeze(-3), row_scale
         distance = (query_locations[..., :, None] - key_locations[..., None, :]).abs().unsqueeze(-3)
@@ -214,6 +244,19 @@ class AttentionInputs:
         """Whether keys stand at 0 … T_k−1 and queries at the last T_q of them: no layout, or one that says as much."""
         return self.layout is None or self.layout.past is not None
 
+    def by_run(self) -> "list[AttentionInputs]":
+        """The same as one call for each run of heads that have one shape."""
+        k, v = (t.repeat_interleave(self.groups, dim=1) if self.groups > 1 else t for t in (self.k, self.v))
+        gain, scores, calls = self.bias_gain, self.score_bias, []
+        for heads, bias in self.bias.by_run():
+            own = {"q": self.q[:, heads], "k": k[:, heads], "v": v[:, heads], "bias": bias}
+            if gain is not None and gain.numel() > 1:
+                own["bias_gain"] = gain[heads]
+            if scores is not None and scores.dim() > 2 and scores.shape[-3] > 1:
+                own["score_bias"] = scores[..., heads, :, :]
+            calls.append(replace(self, **own))
+        return calls
+
     def effective_layout(self) -> Layout:
         """The layout, or what None means: keys at 0 … T_k−1, queries at the last T_q of them."""
         if self.layout is not None:
@@ -281,7 +324,9 @@ def _check_bias(inputs: AttentionInputs) -> None:
                 f"{name} of the shape is {tensor.dtype}, which moves the bias by up to 6e-2; keep it in float32 "
                 "(module.to(bfloat16) casts buffers too: restore them afterwards)"
             )
-    if bias.slope.numel() not in (1, q.shape[1]):
+    if bias.runs and sum(bias.runs) != q.shape[1]:
+        raise ValueError(f"the shape is by head, of {sum(bias.runs)}, and q has {q.shape[1]} heads; give one for each")
+    if not bias.runs and bias.slope.numel() not in (1, q.shape[1]):
         raise ValueError(
             f"the shape has {bias.slope.numel()} slopes and q {q.shape[1]} heads; build it with heads={q.shape[1]}"
         )

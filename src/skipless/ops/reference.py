@@ -50,7 +50,7 @@ def score_terms(inputs: AttentionInputs) -> tuple[Tensor, Tensor, Tensor]:
         bias = inputs.bias_gain.to(dtype).reshape(-1, 1, 1) * bias
     if inputs.score_bias is not None:
         bias = bias + inputs.score_bias.to(dtype)
-    return bias, visible, row_scale.to(dtype)[:, None, :, None]
+    return bias, visible, row_scale.to(dtype)
 
 
 def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:

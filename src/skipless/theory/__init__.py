@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "activations": ["ShapedActivation"],
         "certificate": ["BlockReport", "Certificate", "Verdict", "certify"],
         "kernels": ["repeat_rate"],
-        "propagation": ["Attend", "Chain", "KernelLayer", "MirroredMlp", "Mlp", "Skip", "sub_block"],
+        "propagation": ["Attend", "AttendByHead", "Chain", "KernelLayer", "MirroredMlp", "Mlp", "Skip", "sub_block"],
         "schemes": [
             "ExponentialSPA",
             "Scheme",
@@ -26,6 +26,7 @@ __getattr__, __dir__, __all__ = lazy.exports(
             "IdentityShape",
             "PlainShape",
             "RescaledShape",
+            "ShapeByHead",
             "TableShape",
             "UniformShape",
         ],

@@ -77,6 +77,29 @@ class Attend:
         return sum(a.T @ gradient @ a for a in heads) / len(heads)
 
 
+@dataclass(frozen=True)
+class AttendByHead:
+    """Attention without W_V and W_O, each head a stream of its own: Σ^h ↦ A_h Σ^h A_hᵀ, exact at any width.
+
+    Kernels are those of all heads, (heads, T, T); one alone (T, T) is that of every head. Σ is the mean of them.
+    """
+
+    shape: AttentionShape
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        heads = _heads(self.shape, kernel.shape[-1])
+        return heads @ kernel @ heads.mT
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        heads = _heads(self.shape, kernel.shape[-1])
+        return heads.mT @ gradient @ heads
+
+
+def whole(kernel: np.ndarray) -> np.ndarray:
+    """Σ of a stream given by its heads (heads, T, T): their mean. One that is whole already is left as it is."""
+    return kernel if kernel.ndim == 2 else kernel.mean(axis=0)
+
+
 @lru_cache(maxsize=1)
 def _heads(shape: AttentionShape, length: int) -> np.ndarray:
     """A per head, (heads, T, T); kept for the next block, which in standard attention has the same."""
@@ -170,10 +193,15 @@ def sub_block(layer: KernelLayer, skip: Skip, norm: NormPlacement) -> KernelLaye
 def forward(
     blocks: Sequence[KernelLayer], kernel: np.ndarray, stop: Callable[[np.ndarray], bool] | None = None
 ) -> list[np.ndarray]:
-    """Σ_0, Σ_1, …, Σ_L: the input's kernel and the kernel after each block, up to the first that `stop` is true of."""
-    states = [np.asarray(kernel, dtype=np.float64)]
+    """Σ_0, Σ_1, …, Σ_L: the input's kernel and the kernel after each block, up to the first that `stop` is true of.
+
+    kernel is Σ_0 (T, T); where heads are streams of their own it may be theirs, (heads, T, T).
+    """
+    state = np.asarray(kernel, dtype=np.float64)
+    states = [whole(state)]
     for block in blocks:
-        states.append(block.forward(states[-1]))
+        state = block.forward(state)
+        states.append(whole(state))
         if stop is not None and stop(states[-1]):
             break
     return states
@@ -189,5 +217,5 @@ def backward(blocks: Sequence[KernelLayer], states: Sequence[np.ndarray]) -> lis
     reached = blocks[: len(states) - 1]
     for block, before in zip(reversed(reached), reversed(states[:-1]), strict=True):
         gradient = block.backward(gradient, before)
-        gains.append(np.diagonal(gradient).copy())
+        gains.append(np.diagonal(whole(gradient)).copy())
     return gains[::-1]

@@ -11,6 +11,7 @@ Non-causal E-SPA and tables of numbers have no such form.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import scipy
@@ -61,6 +62,11 @@ class AttentionShape(ABC):
     def tabled(self) -> bool:
         """Whether the shape has no O(T) parts, and its T×T table is read."""
         return False
+
+    @property
+    def limit(self) -> int | None:
+        """How many locations it was calibrated for, where it serves no more; None where any number will do."""
+        return None
 
     @abstractmethod
     def compact(self, length: int) -> CompactBias:
@@ -270,6 +276,10 @@ class DenseShape(TableShape):
     matrix: np.ndarray = field(repr=False)
     causal: bool = True
 
+    @property
+    def limit(self) -> int | None:
+        return len(self.matrix)
+
     def dense(self, length: int) -> np.ndarray:
         limit = _check_table(length, len(self.matrix), self.causal)
         return self.matrix[:limit, :limit]
@@ -290,6 +300,10 @@ class RescaledShape(AttentionShape):
     def tabled(self) -> bool:
         return self.base.tabled
 
+    @property
+    def limit(self) -> int | None:
+        return len(self.scales)
+
     def compact(self, length: int) -> CompactBias:
         parts = self.base.compact(length)
         return CompactBias(parts.slope, parts.column, parts.diagonal, self.row_scale(length), parts.row)
@@ -299,6 +313,55 @@ class RescaledShape(AttentionShape):
 
     def row_scale(self, length: int) -> np.ndarray:
         return self.scales[: _check_table(length, len(self.scales), self.causal)]
+
+
+@dataclass(frozen=True)
+class ShapeByHead(AttentionShape):
+    """A shape for each head, A_1 … A_H, all of one kind. It is served by runs of heads that have one shape."""
+
+    shapes: tuple[AttentionShape, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "shapes", tuple(self.shapes))
+        if not self.shapes:
+            raise ValueError("shapes is empty; give one for each head")
+        kinds = {(type(shape).__name__, shape.causal, shape.limit) for shape in self.shapes}
+        if len(kinds) > 1:
+            seen = ", ".join(f"{name}(causal={causal})" for name, causal, _ in sorted(kinds, key=str))
+            raise ValueError(f"heads have {seen}; give all of them one kind of shape, for as many locations")
+
+    @property
+    def heads(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def causal(self) -> bool:
+        return self.shapes[0].causal
+
+    @property
+    def tabled(self) -> bool:
+        return self.shapes[0].tabled
+
+    @property
+    def limit(self) -> int | None:
+        return self.shapes[0].limit
+
+    def runs(self) -> list[tuple[AttentionShape, int]]:
+        """Each shape with the number of neighbouring heads that have it, first to last."""
+        return [(shape, len(list(heads))) for shape, heads in groupby(self.shapes)]
+
+    def compact(self, length: int) -> CompactBias:
+        raise ValueError("ShapeByHead has no one set of vectors: each of its `shapes` has its own")
+
+    def bias(self, length: int) -> np.ndarray:
+        return np.stack([shape.bias(length) for shape in self.shapes])
+
+    def row_scale(self, length: int) -> np.ndarray:
+        """D by head, (heads, T)."""
+        return np.stack([shape.row_scale(length) for shape in self.shapes])
+
+    def dense(self, length: int) -> np.ndarray:
+        return np.stack([shape.dense(length) for shape in self.shapes])
 
 
 def non_negative(matrix: np.ndarray, name: str, instead: str = "calibration='paper'") -> np.ndarray:
