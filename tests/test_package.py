@@ -21,7 +21,6 @@ SHORT_FILES = {
     "skipless/cli/__main__.py": "python -m skipless.cli",
     "skipless/inspection/pytest_plugin.py": "needs pytest, as nothing else in src does",
     "skipless/hf/recompute.py": "imported later than the rest of hf, for a circle in transformers",
-    "skipless/nn/init.py": "initialisers, whoever calls them",
     "skipless/ops/cuda_graph.py": "graphs of decoding and of training",
     "skipless/ops/gpu/cross_entropy.py": "needs triton, as nothing outside ops/gpu does",
     "skipless/ops/precision.py": "called by the loss, training and evaluation",

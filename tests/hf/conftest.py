@@ -27,6 +27,12 @@ CASES = {
         "readers": 2,
         "kv_heads": 4,
     },
+    "by-head": {
+        "mlp_init": "mirrored",
+        "value_output": "identity",
+        "bias_gain": True,
+        "scheme": ExponentialSPA((0.5, 0.05, 0.05, 0.01), 0.01),
+    },
     "untied": {"tied_head": False},
     "bias-gain": {"bias_gain": True, "scheme": ExponentialSPA(gamma_final=0.1, repeat_rate=0.01)},
 }

@@ -95,6 +95,18 @@ def test_odd_or_too_few_hidden_units_cannot_be_mirrored(hidden, nearest):
         init.mirrored_(torch.empty(hidden, 16), torch.empty(16, hidden))
 
 
+def test_streams_are_rotated_each_in_itself():
+    up, down = torch.empty(64, 16, dtype=torch.float64), torch.empty(16, 64, dtype=torch.float64)
+    init.mirrored_(up, down, streams=4)
+    x = torch.randn(5, 16, dtype=torch.float64)
+    rotation = down @ torch.relu(up)
+    assert rotation[~torch.block_diag(*torch.ones(4, 4, 4)).bool()].abs().max() < 1e-12
+    torch.testing.assert_close(rotation @ rotation.mT, torch.eye(16, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.relu(x @ up.mT) @ down.mT, x @ rotation.mT)
+    with pytest.raises(ValueError, match="streams=3 does not divide the width 16"):
+        init.mirrored_(up, down, streams=3)
+
+
 def test_an_activation_whose_odd_part_is_curved_cannot_be_mirrored():
     with pytest.raises(ValueError, match="tanh"):
         MLP(16, 64, ShapedActivation("tanh")).reset_mirrored()

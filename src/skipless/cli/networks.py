@@ -172,6 +172,8 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, options: Kern
     if name not in schemes():
         return presets.preset(name, **changes)
     bare: dict[str, Any] = {"depth": studies.DEPTH, "position": "none", "activation": "identity"}
+    if (own := changes["scheme"]).by_head:
+        bare |= {"heads": own.heads, "width": 64 * own.heads, "value_output": "identity"}
     return ModelConfig(**(bare | changes))
 
 

@@ -76,7 +76,7 @@ def inspect(
     batch = with_decoder_ids(model, batch, labels)
     stacks = find_stacks(model, blocks)
     theory = isinstance(_native(model), Transformer) and blocks is None and padding(batch) is None  # rows share one Σ
-    options = InspectOptions(picture=keep_kernels, kernel=theory, several=len(stacks) > 1)
+    options = InspectOptions(picture=keep_kernels, kernel=theory, several=len(stacks) > 1, streams=_streams(model))
     recorders = [_recorder(model, batch, stack, options) for stack in stacks]
     taken, notes = _run(model, batch, recorders, _loss_of(model, labels, loss))
     complete = sorted((each for each in recorders if each.complete), key=lambda each: each.started)
@@ -361,7 +361,7 @@ def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder
     if start is None:
         return signals
     start = start if start.dtype == torch.float64 else start.cpu().double()
-    if not bool(torch.isfinite(start).all() & (torch.diagonal(start) > 0).all()):
+    if not bool(torch.isfinite(start).all() & (torch.diagonal(start, dim1=-2, dim2=-1) > 0).all()):
         return signals
     predicted = predict(kernel_maps.kernel_blocks(native.config), start)
     return tuple(
@@ -373,6 +373,12 @@ def _native(model: nn.Module) -> Any:
     """Our own Transformer, bare or inside its Hugging Face wrapper; else what was given."""
     inner = getattr(model, "model", None)
     return inner if isinstance(inner, Transformer) else model
+
+
+def _streams(model: nn.Module) -> int:
+    """How many parts of the channels theory follows apart: the heads, where each has a kernel of its own; else 1."""
+    native = _native(model)
+    return native.config.heads if isinstance(native, Transformer) and native.config.scheme.by_head else 1
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -51,7 +51,8 @@ class InspectOptions:
     """What to compute, of at most `rows` rows: the spectrum, whose cost is cubic in min(T, width), a picture of the
     first row's cosines, the mean kernel, attention. mask, (batch, T), is False at padding; batch_shape is (batch, T) of
     ids or mask, one_row the shape of what enters the blocks when one row runs alone: they tell layouts apart. several:
-    other stacks run in the same model, so that the mask may be of another one."""
+    other stacks run in the same model, so that the mask may be of another one. streams: the mean kernel is that of each
+    of so many equal parts of the channels, (streams, T, T), where heads are streams of their own."""
 
     rows: int | None = None
     spectrum: bool = True
@@ -62,6 +63,7 @@ class InspectOptions:
     batch_shape: tuple[int, int] | None = None
     one_row: tuple[int, ...] | None = None
     several: bool = False
+    streams: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +139,16 @@ def describe(x: Tensor, options: InspectOptions) -> Described:
         if options.picture and first == 0:
             picture = cosine[0, :PICTURE, :PICTURE].float()
         if options.kernel:
-            total = gram.sum(0) if total is None else total + gram.sum(0)
+            found = gram.sum(0) if options.streams == 1 else _by_stream(rows, options.streams).sum(0)
+            total = found if total is None else total + found
     kernel = None if total is None else total / len(x)
     return Described(torch.cat(values), torch.cat(norms), pending_ranks(spectral), picture, kernel)
+
+
+def _by_stream(rows: Tensor, streams: int) -> Tensor:
+    """Σ of each of so many equal parts of the channels, (rows, streams, T, T)."""
+    parts = rows.unflatten(-1, (streams, -1)).transpose(1, 2)
+    return parts @ parts.mT / parts.shape[-1]
 
 
 def cosines(gram: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ class ModelConfig:
         _check_choices(self)
         _check_images(self)
         _check_readers(self)
+        _check_by_head(self)
         given = self.activation
         if given is not None and not isinstance(given, ShapedActivation | str):
             given = base_name(given)  # a function of the user's own
@@ -443,6 +444,23 @@ def _check_readers(config: ModelConfig) -> None:
     for name, value in needs.items():
         if (seen := getattr(config, name)) != value:
             raise ValueError(f"readers={config.readers} with {name}={seen!r}: {rule}; use {name}={value!r}")
+
+
+def _check_by_head(config: ModelConfig) -> None:
+    """Refuse what would mix the streams of heads that have a kernel each."""
+    if not config.scheme.by_head:
+        return
+    rule = "every head has a kernel of its own, so its channels must not meet another's before training"
+    needs: dict[str, Any] = {"value_output": "identity", "mlp_init": "mirrored", "norm": "none", "readers": 0}
+    needs |= {"attention_skip": Skip(), "mlp_skip": Skip()}
+    if not config.hidden:
+        del needs["mlp_init"]
+    for name, value in needs.items():
+        if (seen := getattr(config, name)) != value:
+            raise ValueError(
+                f"{shortened(config.scheme)} with {name}={seen!r}: {rule}; use {name}={value!r}, or one decay for all "
+                "heads"
+            )
 
 
 def _check_choices(config: ModelConfig) -> None:

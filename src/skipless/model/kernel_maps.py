@@ -12,8 +12,8 @@ from skipless.model.presets import configuration
 from skipless.theory import kernels
 from skipless.theory.certificate import Certificate, certify
 from skipless.theory.local_maps import variance_gain
-from skipless.theory.propagation import Attend, Chain, KernelLayer, MirroredMlp, Mlp, Skip, sub_block
-from skipless.theory.shapes import AttentionShape
+from skipless.theory.propagation import Attend, AttendByHead, Chain, KernelLayer, MirroredMlp, Mlp, Skip, sub_block
+from skipless.theory.shapes import AttentionShape, ShapeByHead
 
 if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
@@ -37,8 +37,8 @@ def certificate(
 def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:
     """The network as kernel maps, one per block."""
     skip = Skip(config.attention_skip.shortcut, config.attention_skip.residual)
-    mlp = mlp_layer(config)
-    attention = [sub_block(Attend(shape), skip, config.norm) for shape in attention_shapes(config)]
+    mlp, attend = mlp_layer(config), AttendByHead if config.scheme.by_head else Attend
+    attention = [sub_block(attend(shape), skip, config.norm) for shape in attention_shapes(config)]
     return [block if mlp is None else Chain((block, mlp)) for block in attention]
 
 
@@ -61,6 +61,16 @@ def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
             raise ValueError(
                 f"{name}.shapes gave block {block} a shape with causal={shape.causal}, and the network has "
                 f"causal={config.causal}; give the shape what `shapes` was given"
+            )
+        if scheme.by_head and not isinstance(shape, ShapeByHead):
+            raise ValueError(
+                f"{name} is by head and its shapes gave block {block} a {type(shape).__name__}; it must be a "
+                f"ShapeByHead of {config.heads} shapes"
+            )
+        if isinstance(shape, ShapeByHead) and shape.heads != config.heads:
+            raise ValueError(
+                f"{name}.shapes gave block {block} {shape.heads} shapes by head, and heads={config.heads}; give one "
+                "for each head"
             )
     return shapes
 

@@ -210,12 +210,13 @@ class Transformer(nn.Module):
             table.normal_(0.0, config.width**-0.5)
         mirrored = config.mlp_init == "mirrored"
         gain = mlp_gain(config) if config.hidden and not mirrored else 1.0
+        streams = config.heads if config.scheme.by_head else 1
         for block in self.each_block():
             block.reset_parameters()
             attention, mlp = block.layers()
             attention.reset_parameters(config.query_key or "normal", orthogonal, config.query_key_scale)
             if mlp is not None:
-                mlp.reset_mirrored() if mirrored else mlp.reset_parameters(gain, orthogonal)
+                mlp.reset_mirrored(streams) if mirrored else mlp.reset_parameters(gain, orthogonal)
         if isinstance(self.norm, nn.RMSNorm):
             self.norm.reset_parameters()
         if self.head is not None:

@@ -54,12 +54,15 @@ class MLP(nn.Module):
         fill(self.down.weight, gain)
         self._reset_biases()
 
-    def reset_mirrored(self) -> None:
-        """Hidden units in pairs of opposite sign, so that the MLP starts as a rotation: W₂ φ̂(W₁x) = Rx. Biases 0."""
+    def reset_mirrored(self, streams: int = 1) -> None:
+        """Hidden units in pairs of opposite sign, so that the MLP starts as a rotation: W₂ φ̂(W₁x) = Rx. Biases 0.
+
+        With streams = heads R rotates the channels of each head in themselves, and mixes none of two heads.
+        """
         factor = odd_factor(self.activation.spec)
         if not factor:
             raise ValueError(f"a mirrored MLP needs φ(x) − φ(−x) = c·x with c ≠ 0, which {self.activation.spec} is not")
-        init.mirrored_(self.up.weight, self.down.weight, factor)
+        init.mirrored_(self.up.weight, self.down.weight, factor, streams)
         self._reset_biases()
 
     def _reset_biases(self) -> None:

@@ -42,18 +42,25 @@ def mirrored(pairs: Tensor, rotation: Tensor, odd_factor: float = 1.0) -> tuple[
 
 
 @torch.no_grad()
-def mirrored_(up: Tensor, down: Tensor, odd_factor: float = 1.0) -> None:
-    """Fill an MLP's two matrices, (2p, d) and (d, 2p), with `mirrored` of a Haar-distributed U and R."""
+def mirrored_(up: Tensor, down: Tensor, odd_factor: float = 1.0, streams: int = 1) -> None:
+    """Fill an MLP's two matrices, (2p, d) and (d, 2p), with `mirrored` of a Haar-distributed U and R.
+
+    streams: R rotates so many equal parts of the channels each in itself, such as those of the heads.
+    """
     hidden, width = up.shape
     if hidden % 2 or hidden < 2 * width:
         raise ValueError(
             f"hidden width {hidden} behind width {width}: mirrored units come in pairs, at least one for each of the "
             f"{width} directions of the input; use hidden={max(2 * width, hidden + 1)}"
         )
+    if width % streams:
+        raise ValueError(f"streams={streams} does not divide the width {width}, so that its parts are not equal")
     if up.is_meta:
         return
     dtype = torch.promote_types(up.dtype, torch.float32)  # QR has no half-precision form
     pairs = torch.nn.init.orthogonal_(torch.empty(hidden // 2, width, device=up.device, dtype=dtype))
-    rotation = torch.nn.init.orthogonal_(torch.empty(width, width, device=up.device, dtype=dtype))
+    part = width // streams
+    parts = (torch.empty(part, part, device=up.device, dtype=dtype) for _ in range(streams))
+    rotation = torch.block_diag(*map(torch.nn.init.orthogonal_, parts))
     for weight, filled in zip((up, down), mirrored(pairs, rotation, odd_factor), strict=True):
         weight.copy_(filled)

@@ -102,7 +102,7 @@ def check_blocks(name: str, values: Sequence[float], depth: int) -> None:
         raise ValueError(f"{name} has {len(values)} values and depth is {depth}; give {depth}, one for each block")
 
 
-def check_end(name: str, final: float, default: float, by_block: str, last: float) -> None:
+def check_end(name: str, final: Any, default: Any, by_block: str, last: float) -> None:
     """A final value beside values by block is theirs, or was not given."""
     if final not in (default, last):
         raise ValueError(

@@ -19,7 +19,7 @@ import scipy
 from skipless import lazy
 from skipless.schema import build, check_own, check_plain
 from skipless.theory import exponential, kernels, uniform
-from skipless.theory.exponential import check_gamma_final, exponential_steps
+from skipless.theory.exponential import check_final_rates, exponential_steps
 from skipless.theory.feasibility import (
     Grid,
     check_blocks,
@@ -40,6 +40,7 @@ from skipless.theory.shapes import (
     IdentityShape,
     PlainShape,
     RescaledShape,
+    ShapeByHead,
     SymmetricExponentialShape,
     SymmetricUniformShape,
     UniformShape,
@@ -75,6 +76,8 @@ class Scheme(ABC):
     attention must be normalised, α² + β² = 1.
     bounded: its shapes serve no more locations than the `length` they were made for, and if not causal exactly those.
     heads, blocks, locations: how many of them the network must have; None where any number will do.
+    by_head: every head is a stream of its own with a kernel of its own, and the shapes are ShapeByHead. The network
+    must then start without mixing heads: value_output="identity", and MLPs that are mirrored or absent.
     """
 
     kind: ClassVar[str] = ""
@@ -117,6 +120,10 @@ class Scheme(ABC):
     @property
     def locations(self) -> int | None:
         return None
+
+    @property
+    def by_head(self) -> bool:
+        return False
 
     def describe(self) -> str:
         """What stands beside the scheme's name in tables and figures."""
@@ -302,13 +309,16 @@ class ExponentialSPA(Scheme):
 
     gammas gives γ_1 … γ_L one by one, in place of gamma_final and App. C's schedule.
 
+    gamma_final may be a tuple, one γ_L for each head: several scales in one block. Each head then follows an E-SPA of
+    its own, and the kernel is the mean of theirs (docs/derivations.md). Heads of one γ_L side by side are one call.
+
     grid is for encoders of images: locations are the places of a grid in reading order, and the kernel
     exp(−γ_l(|Δrow| + |Δcolumn|)). It is (rows, columns), or "square" for any number that makes one; None is a line.
 
     calibration as in UniformSPA; "mlp-aware" is a T×T table for E-SPA and needs length.
     """
 
-    gamma_final: float = 0.005
+    gamma_final: float | tuple[float, ...] = 0.005
     repeat_rate: float = 0.0
     calibration: Calibration = "paper"
     gammas: tuple[float, ...] | None = None
@@ -318,16 +328,24 @@ class ExponentialSPA(Scheme):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "grid", check_grid(self.grid))
+        object.__setattr__(self, "gamma_final", check_final_rates(self.gamma_final))
         if self.gammas is not None:
             check_decay_rates(self.gammas)
             check_end("gamma_final", self.gamma_final, ExponentialSPA.gamma_final, "gammas", self.gammas[-1])
             object.__setattr__(self, "gamma_final", self.gammas[-1])
-        check_gamma_final(self.gamma_final)
         check_repeat_rate(self.repeat_rate)
 
     @property
     def bounded(self) -> bool:
         return self.calibration != "paper" or self.locations is not None
+
+    @property
+    def heads(self) -> int | None:
+        return len(self.gamma_final) if isinstance(self.gamma_final, tuple) else None
+
+    @property
+    def by_head(self) -> bool:
+        return self.heads is not None
 
     @property
     def blocks(self) -> int | None:
@@ -339,6 +357,8 @@ class ExponentialSPA(Scheme):
 
     def describe(self) -> str:
         lie = "" if self.grid is None else ", by row and column"
+        if isinstance(self.gamma_final, tuple):
+            return f"γ_L = {', '.join(f'{gamma:g}' for gamma in self.gamma_final)} by head{lie}"
         return f"γ_L = {self.gamma_final:g}{'' if self.gammas is None else ', by block'}{lie}"
 
     def shapes(
@@ -352,6 +372,13 @@ class ExponentialSPA(Scheme):
         normalised: bool = False,
     ) -> list[AttentionShape]:
         """One shape per block; with a normalised skip α, App. F's decay rates γ_{l,α}."""
+        if isinstance(self.gamma_final, tuple):
+            context: dict[str, Any] = {"length": length, "mlp": mlp, "normalised": normalised}
+            chains = {
+                gamma: dataclasses.replace(self, gamma_final=gamma).shapes(depth, skip_weight, causal, **context)
+                for gamma in set(self.gamma_final)
+            }
+            return [ShapeByHead(heads) for heads in zip(*(chains[gamma] for gamma in self.gamma_final), strict=True)]
         check_repeat_rate(self.repeat_rate)
         check_calibration(self.calibration, skip_weight)
         self._check_grid(skip_weight, causal, length)
