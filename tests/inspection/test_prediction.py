@@ -35,6 +35,13 @@ NETWORKS = {
     },
     "alibi": {"scheme": StandardAttention(alibi_heads=4), "activation": "relu"},
     "attention-only": {"hidden": 0},
+    "identity values beside a skip": {
+        "scheme": StandardAttention(alibi_heads=4),
+        "value_output": "identity",
+        "attention_skip": USUAL,
+        "mlp_skip": USUAL,
+        "norm": "pre",
+    },
     "encoder": {"scheme": ExponentialSPA(0.1), "causal": False, "head": "token", "classes": 2},
 }
 

@@ -197,3 +197,27 @@ def test_grouped_queries_share_keys_alone_where_values_are_the_input(scheme, pos
 def test_values_have_a_matrix_or_none():
     with pytest.raises(ValueError, match="value_output is 'none'; it must be one of 'trained', 'identity'"):
         config_of(value_output="none")
+
+
+@pytest.mark.parametrize("norm", ["none", "pre", "post"])
+def test_a_skip_around_attention_to_the_input_itself_keeps_cross_terms(norm):
+    """Standard attention with W_Q = 0 and a skip: one network of no W_V and W_O has theory's kernels, with any norm.
+
+    By sums of squares alone, which hold for W_V and W_O that mix, 6 blocks without a norm would miss the diagonal.
+    """
+    fields = {"value_output": "identity", "attention_skip": Skip(0.5, math.sqrt(0.75)), "norm": norm}
+    config = config_of(StandardAttention(), depth=6, query_key="zero-query", hidden=0, mlp_init=None, **fields)
+    model = build(config)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.RMSNorm):
+            layer.eps = 0.0
+    measured = kernels_by_block(model, tokens_of(config))
+    predicted = propagation.forward(kernel_maps.kernel_blocks(config), measured[0])
+    for found, expected in zip(measured, predicted, strict=True):
+        assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()
+
+
+def test_spa_beside_a_skip_needs_values_that_mix():
+    with pytest.raises(ValueError, match=r"ExponentialSPA.*counts on W_V and W_O.*use value_output='trained', or"):
+        config_of(value_output="identity", attention_skip=Skip.normalised(0.5))
+    config_of(value_output="identity", attention_skip=Skip(1.0, 0.0))  # nothing is added, so nothing is correlated

@@ -8,7 +8,7 @@ from skipless.theory.activations import ShapedActivation
 from skipless.theory.exponential import decay_rates
 from skipless.theory.kernels import sample_tokens
 from skipless.theory.local_maps import variance_gain
-from skipless.theory.propagation import Attend, Chain, Mlp, Normalise, Residual, Skip, forward, sub_block
+from skipless.theory.propagation import Attend, AttendInput, Chain, Mlp, Normalise, Residual, Skip, forward, sub_block
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA
 from skipless.theory.shapes import ExponentialShape, TableShape
 from skipless.theory.shaping import dks
@@ -185,3 +185,29 @@ def test_heads_of_several_decays():
         chained, before = Attend(Heads([shape.dense(size) for shape in own])).forward(chained), gamma
     assert lowest == pytest.approx(-0.0636, abs=1e-3)
     assert np.diagonal(chained).max() == pytest.approx(1.038, abs=2e-3)
+
+
+@pytest.mark.parametrize("norm", ["none", "pre", "post"])
+def test_a_skip_beside_attention_to_the_input_itself_keeps_its_cross_terms(norm):
+    """Without W_V and W_O both terms are the same channels: theory equals αX + βA·norm(X) of one matrix X."""
+    rng, shape = np.random.default_rng(0), ExponentialShape.between(0.5, 0.3)
+    x, skip = rng.standard_normal((20, 16)), Skip(0.6, 0.8)
+
+    def rms(x):
+        return x / np.sqrt((x**2).mean(axis=1, keepdims=True))
+
+    expected = skip.shortcut * x + skip.residual * shape.dense(20) @ (rms(x) if norm == "pre" else x)
+    expected = rms(expected) if norm == "post" else expected
+    layer = AttendInput(shape, skip, normalised=norm == "pre")
+    found = (Chain((layer, Normalise())) if norm == "post" else layer).forward(x @ x.T / 16)
+    np.testing.assert_allclose(found, expected @ expected.T / 16, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_attention_to_the_input_itself_beside_a_skip_match_autograd():
+    shape, skip = StandardAttention().shapes(1)[0], Skip(1.0, 0.5)
+    mixing = torch.eye(12, dtype=torch.float64) + 0.5 * torch.as_tensor(shape.dense(12))
+    gradient = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.zeros(12, 8, dtype=torch.float64, requires_grad=True)
+    (mixing @ x).backward(gradient)
+    found = AttendInput(shape, skip).backward((gradient @ gradient.mT).numpy(), np.eye(12))
+    np.testing.assert_allclose(found, (x.grad @ x.grad.mT).numpy(), rtol=0, atol=1e-12)

@@ -16,6 +16,7 @@ from skipless.theory.activations import ShapedActivation
 from skipless.theory.propagation import (
     Attend,
     AttendByHead,
+    AttendInput,
     Chain,
     KernelLayer,
     MirroredMlp,
@@ -67,6 +68,9 @@ def _forward(layer: KernelLayer, kernel: Tensor, shapes: "_Shapes") -> Tensor:
         case AttendByHead():
             heads = shapes.heads(layer.shape)
             return heads @ kernel @ heads.mT
+        case AttendInput():
+            mixing = _mixing(layer, kernel, shapes)
+            return (mixing @ kernel @ mixing.mT).mean(0)
         case Mlp():
             return _mapped(layer, 0, kernel)
         case MirroredMlp():
@@ -92,6 +96,9 @@ def _backward(layer: KernelLayer, gradient: Tensor, kernel: Tensor, shapes: "_Sh
         case AttendByHead():
             heads = shapes.heads(layer.shape)
             return heads.mT @ gradient @ heads
+        case AttendInput():
+            mixing = _mixing(layer, kernel, shapes)
+            return (mixing.mT @ gradient @ mixing).mean(0)
         case Mlp():
             return gradient * _mapped(layer, 1, kernel)
         case MirroredMlp():
@@ -110,6 +117,14 @@ def _backward(layer: KernelLayer, gradient: Tensor, kernel: Tensor, shapes: "_Sh
                 gradient = _backward(each, gradient, before, shapes)
             return gradient
     raise TypeError(f"{type(layer).__name__} has no map of gradients here; add it to inspection.prediction")
+
+
+def _mixing(layer: AttendInput, kernel: Tensor, shapes: "_Shapes") -> Tensor:
+    """αI + βA_h of each head, with A_h·diag(Σ)^−½ for A_h behind a norm."""
+    heads = shapes.heads(layer.shape)
+    heads = heads / torch.diagonal(kernel).sqrt() if layer.normalised else heads
+    own = torch.eye(len(kernel), dtype=kernel.dtype, device=kernel.device)
+    return layer.skip.shortcut * own + layer.skip.residual * heads
 
 
 class _Shapes:

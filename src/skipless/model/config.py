@@ -138,6 +138,7 @@ class ModelConfig:
         _check_images(self)
         _check_readers(self)
         _check_by_head(self)
+        _check_identity_values(self)
         given = self.activation
         if given is not None and not isinstance(given, ShapedActivation | str):
             given = base_name(given)  # a function of the user's own
@@ -461,6 +462,17 @@ def _check_by_head(config: ModelConfig) -> None:
                 f"{shortened(config.scheme)} with {name}={seen!r}: {rule}; use {name}={value!r}, or one decay for all "
                 "heads"
             )
+
+
+def _check_identity_values(config: ModelConfig) -> None:
+    """Refuse a skip beside SPA that mixes the input itself."""
+    skip = config.attention_skip
+    if config.preserves_signal and config.value_output == "identity" and skip.shortcut * skip.residual:
+        raise ValueError(
+            f"{type(config.scheme).__name__} with attention_skip=({skip.shortcut}, {skip.residual}) and "
+            "value_output='identity': beside a skip SPA counts on W_V and W_O, which make what attention adds "
+            "uncorrelated with what the skip carries; use value_output='trained', or attention_skip=Skip()"
+        )
 
 
 def _check_choices(config: ModelConfig) -> None:

@@ -12,7 +12,18 @@ from skipless.model.presets import configuration
 from skipless.theory import kernels
 from skipless.theory.certificate import Certificate, certify
 from skipless.theory.local_maps import variance_gain
-from skipless.theory.propagation import Attend, AttendByHead, Chain, KernelLayer, MirroredMlp, Mlp, Skip, sub_block
+from skipless.theory.propagation import (
+    Attend,
+    AttendByHead,
+    AttendInput,
+    Chain,
+    KernelLayer,
+    MirroredMlp,
+    Mlp,
+    Normalise,
+    Skip,
+    sub_block,
+)
 from skipless.theory.shapes import AttentionShape, ShapeByHead
 
 if TYPE_CHECKING:
@@ -36,10 +47,18 @@ def certificate(
 
 def kernel_blocks(config: ModelConfig) -> list[KernelLayer]:
     """The network as kernel maps, one per block."""
-    skip = Skip(config.attention_skip.shortcut, config.attention_skip.residual)
-    mlp, attend = mlp_layer(config), AttendByHead if config.scheme.by_head else Attend
-    attention = [sub_block(attend(shape), skip, config.norm) for shape in attention_shapes(config)]
+    mlp, attention = mlp_layer(config), [_attention(config, shape) for shape in attention_shapes(config)]
     return [block if mlp is None else Chain((block, mlp)) for block in attention]
+
+
+def _attention(config: ModelConfig, shape: AttentionShape) -> KernelLayer:
+    """The sub-block of attention by this shape, its skip and norm included."""
+    skip = Skip(config.attention_skip.shortcut, config.attention_skip.residual)
+    if config.value_output == "identity" and skip.shortcut:
+        beside = AttendInput(shape, skip, normalised=config.norm == "pre")
+        return Chain((beside, Normalise())) if config.norm == "post" else beside
+    attend = AttendByHead if config.scheme.by_head else Attend
+    return sub_block(attend(shape), skip, config.norm)
 
 
 def attention_shapes(config: ModelConfig) -> list[AttentionShape]:

@@ -8,7 +8,17 @@ __getattr__, __dir__, __all__ = lazy.exports(
         "activations": ["ShapedActivation"],
         "certificate": ["BlockReport", "Certificate", "Verdict", "certify"],
         "kernels": ["repeat_rate"],
-        "propagation": ["Attend", "AttendByHead", "Chain", "KernelLayer", "MirroredMlp", "Mlp", "Skip", "sub_block"],
+        "propagation": [
+            "Attend",
+            "AttendByHead",
+            "AttendInput",
+            "Chain",
+            "KernelLayer",
+            "MirroredMlp",
+            "Mlp",
+            "Skip",
+            "sub_block",
+        ],
         "schemes": [
             "ExponentialSPA",
             "Scheme",

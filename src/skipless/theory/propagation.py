@@ -95,6 +95,32 @@ class AttendByHead:
         return heads.mT @ gradient @ heads
 
 
+@dataclass(frozen=True)
+class AttendInput:
+    """α·x + β·A_h·x, attention without W_V and W_O beside a skip, exact at any width.
+
+    Both terms are the input's own channels, so their cross terms stay: Σ ↦ MΣMᵀ, M = αI + βA_h, averaged over heads.
+    With `normalised` what is attended to is x after RMSNorm: M = αI + βA_h·diag(Σ)^−½.
+    """
+
+    shape: AttentionShape
+    skip: Skip
+    normalised: bool = False
+
+    def forward(self, kernel: np.ndarray) -> np.ndarray:
+        mixing = self._mixing(kernel)
+        return (mixing @ kernel @ mixing.mT).mean(axis=0)
+
+    def backward(self, gradient: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+        mixing = self._mixing(kernel)
+        return (mixing.mT @ gradient @ mixing).mean(axis=0)
+
+    def _mixing(self, kernel: np.ndarray) -> np.ndarray:
+        heads = _heads(self.shape, len(kernel))
+        heads = heads / np.sqrt(np.diagonal(kernel)) if self.normalised else heads
+        return self.skip.shortcut * np.eye(len(kernel)) + self.skip.residual * heads
+
+
 def whole(kernel: np.ndarray) -> np.ndarray:
     """Σ of a stream given by its heads (heads, T, T): their mean. One that is whole already is left as it is."""
     return kernel if kernel.ndim == 2 else kernel.mean(axis=0)
