@@ -147,3 +147,17 @@ def test_what_another_version_left_of_a_run_is_begun_again(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         run_one(RunRequest(run, folder))
     assert seen == [False]
+
+
+def test_a_run_whose_steps_are_timed_ends_without_a_validation(tmp_path: Path) -> None:
+    """Its record has none, as those of before `eval_every=0` meant one at the end."""
+    text = tmp_path / "a.txt"
+    text.write_text("The signal goes through. " * 4000)
+    prepare(Preparation(str(text), Bytes(), valid=str(text)), tmp_path / "data")
+    table, setting = TABLES["optimisers"], Setting.of(SCALES["tiny"], Text.read(tmp_path / "data"))
+    run = make_run(table, table.arms[0], setting, 1e-4, measure="pace")
+    config = replace(run.experiment.train, steps=4, warmup=2, log_every=2, compile=False)
+    timed = replace(run, experiment=replace(run.experiment, train=config))
+    record = run_one(RunRequest(timed, tmp_path / "run", device="cpu", quiet=True))
+    assert record is not None
+    assert (len(record.curve), record.valid_loss) == (2, float("inf"))

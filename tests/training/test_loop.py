@@ -21,7 +21,7 @@ from skipless.training import trainer
 from skipless.training.config import Experiment
 from skipless.training.divergence import Diverged, advice
 from skipless.training.run import Display, RunFinishedError, read_metrics, read_result
-from skipless.training.trainer import Trainer, train
+from skipless.training.trainer import RunLimits, Trainer, train
 
 RUN = """
 import sys
@@ -168,6 +168,23 @@ def test_the_log_of_a_run_that_was_stopped_is_the_uninterrupted_ones(experiment,
     assert read_metrics(tmp_path / "stopped")[-1]["step"] == 8
     train(experiment, tmp_path / "stopped", resume=True, device="cpu", quiet=True)
     assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "stopped" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits", "steps"),
+    [
+        ({"eval_every": 8}, RunLimits(), [8, 16, 20]),
+        ({"eval_every": 0}, RunLimits(), [20]),
+        ({"eval_every": 8, "eval_tokens": 0}, RunLimits(), []),
+        ({"eval_every": 0}, RunLimits(validation=False), []),
+    ],
+)
+def test_a_run_is_judged_on_the_way_and_at_its_end(experiment, tmp_path, fields, limits, steps):
+    """eval_every=0 leaves out those on the way; only a run whose steps are timed ends without one."""
+    result = train(changed(experiment, steps=20, **fields), tmp_path / "run", device="cpu", quiet=True, limits=limits)
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines if "valid_loss" in line] == steps
+    assert (result.valid is not None) == bool(steps)
 
 
 def test_accumulation_gives_the_gradient_of_the_whole_batch(experiment, tmp_path):

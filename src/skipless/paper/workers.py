@@ -326,7 +326,7 @@ def _trained(request: RunRequest) -> dict[str, Any]:
         return {"step_seconds": float("nan")}
     logger, run = logging.getLogger("skipless"), request.run
     needed = run.weights or run.measure in ("tasks", "uses") or request.other_text is not None
-    limits = RunLimits(seconds=request.seconds, weights=needed)
+    limits = RunLimits(seconds=request.seconds, weights=needed, validation=not run.exclusive)
     before = logger.level
     if request.quiet:
         logger.setLevel(logging.ERROR)

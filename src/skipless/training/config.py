@@ -32,6 +32,11 @@ USUAL_RATES = {"adam": 3e-5, "adamw": 5e-4, "muon": 1e-3, "soap": 1e-4}
 MUON_VECTOR_RATE = 3e-5
 NO_IMAGES = "a network of images needs some: `skipless prepare SOURCE --images --out FOLDER`, then --data FOLDER"
 _LEAST_EPS, _MOST_DECAY, _MOST_STEPS = 1e-30, 1e3, 1 << 53
+_ZERO = {
+    "eval_every": " (0: validate at the end alone)",
+    "eval_tokens": " (0: never validate)",
+    "checkpoint_every": " (0: save at the end alone)",
+}
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,8 @@ class TrainConfig:
     length: tokens in a row. None: the model's, which an Experiment fills in.
     warmup: steps until the rate is at its highest. None: a tenth of all steps, at most App. H's 4,000.
     label_smoothing: of images, the share of the target that is spread over all classes; validation has none.
-    eval_tokens: locations to validate on at most, tokens or patches.
+    eval_every: steps from one validation to the next; there is one at the end too. 0: at the end alone.
+    eval_tokens: locations to validate on at most, tokens or patches. 0: no validation at all.
     cuda_graph: the whole step as one CUDA graph; "auto" where it can be, with a word where not, "on" or an error.
     """
 
@@ -242,7 +248,7 @@ class TrainConfig:
                 raise ValueError(f"train.{name} is {value}; it must be at least 1")
         for name in ("warmup", "eval_every", "checkpoint_every", "eval_tokens", "seed"):
             if getattr(self, name) < 0:
-                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 0 (0 means never)")
+                raise ValueError(f"train.{name} is {getattr(self, name)}; it must be at least 0{_ZERO.get(name, '')}")
         check_seed(self.seed, "train.seed")
         for name, hint in TrainConfig.__annotations__.items():
             if hint is int and name != "seed" and (getattr(self, name) or 0) > _MOST_STEPS:

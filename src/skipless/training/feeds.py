@@ -51,7 +51,7 @@ class TextFeed:
 
     def _held_out(self, experiment: Experiment, trained: TokenStore) -> TokenLoader | None:
         data, config, world = experiment.data, self.config, self.world
-        if not config.eval_every:
+        if not config.eval_tokens:
             return None
         try:
             store = TokenStore(data.valid or trained.folder, "valid")
@@ -80,7 +80,7 @@ class ImageFeed:
         check_images(experiment.model, store, "use --set {name}={value}")
         shape = (config.batch_size, config.seed, world.rank, world.size)
         self.loader = ImageLoader(store, *shape, augmentation=Augmentation(data.crop, data.flip))
-        self.valid = self._held_out(experiment, store) if config.eval_every else None
+        self.valid = self._held_out(experiment, store) if config.eval_tokens else None
 
     @property
     def validates(self) -> bool:

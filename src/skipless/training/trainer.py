@@ -62,10 +62,12 @@ class RunLimits:
 
     weights=False: a run that reaches its end keeps its log and no weights, as one of many in a sweep.
     """
+    validation=False: none, not even at the end, as where a step is timed.
 
     seconds: float = math.inf
     weights: bool = True
     began: float = field(default_factory=time.monotonic, compare=False)
+    validation: bool = True
 
     @property
     def reached(self) -> bool:
@@ -118,7 +120,7 @@ def train(
                 # evaluate
                 if state.step in config.probe_at:
                     trainer.probe()
-                if trainer.feed.validates and (last or state.step % config.eval_every == 0):
+                if limits.validation and trainer.validates(state.step):
                     trainer.evaluate()
 
                 # checkpoint, which remembers what was evaluated
@@ -304,6 +306,11 @@ class Trainer:
         self.batches = self._open.enter_context(self.feed.loader.batches(state.step, self.world.device))
 
     def saves(self, step: int) -> bool:
+    def validates(self, step: int) -> bool:
+        """Whether the network is judged after so many updates: at the end, and every train.eval_every before it."""
+        every, last = self.config.eval_every, step == self.config.steps
+        return self.feed.validates and (last or (bool(every) and step % every == 0))
+
         """Whether a checkpoint is due after so many updates."""
         every = self.config.checkpoint_every
         return bool(every) and step % every == 0
