@@ -58,7 +58,7 @@ def test_from_pictures_to_a_trained_network(here: Path, one_thread) -> None:
     assert "is finished" in str(finished.exception)
     judged = skipless("eval", "run", "--device", "cpu")
     assert judged.exit_code == 0, judged.output
-    assert judged.stdout.splitlines()[-1].startswith("data/pictures-images: validation loss ")
+    assert judged.stdout.startswith("data/pictures-images: validation loss ")
     accuracy = json.loads((here / "run" / "finished.json").read_text())["valid"]["accuracy"]
     assert f"accuracy {accuracy:.2%} of 8 images" in judged.stdout
     for more in ([], ["--corpus", "data/pictures-images"]):
@@ -68,8 +68,9 @@ def test_from_pictures_to_a_trained_network(here: Path, one_thread) -> None:
     refused = skipless("generate", "run", "--prompt", "x")
     assert isinstance(refused.exception, ValueError)
     assert "run holds a network of images, and this is for text" in str(refused.exception)
-    other = skipless("eval", "run", "--tasks", "all")
-    assert "--tasks is not for a network of images" in str(other.exception)
+    for given in (["--tasks", "all"], ["--limit", "3"], ["--backend", "lm-eval"], ["--download"], ["--length", "0"]):
+        other = skipless("eval", "run", *given)
+        assert f"{given[0]} is not for a network of images" in str(other.exception)
 
 
 @pytest.fixture
@@ -117,6 +118,43 @@ def test_an_export_is_the_run_for_transformers_and_for_us(run: Path) -> None:
     assert skipless("export", "run/export", "--out", "again").exit_code == 0
     for name in ("config.json", "preprocessor_config.json", "model.safetensors"):
         assert (run.parent / "again" / name).read_bytes() == (run / "export" / name).read_bytes()
+
+
+def test_accuracy_by_class_is_printed_and_written_and_reported(run: Path) -> None:
+    """The data may lie elsewhere: the run knows its classes."""
+    (run / "classes.json").write_text('["across", "along"]')
+    done = skipless("eval", "run", "--device", "cpu", "--json", "judged.json")
+    assert done.exit_code == 0, done.output
+    judged = json.loads(Path("judged.json").read_text())["images"]["data/pictures-images"]
+    assert (judged["images"], [each["name"] for each in judged["classes"]]) == (8, ["across", "along"])
+    store = ImageStore("data/pictures-images", "valid")
+    batch = ImageLoader(store, 8).batch(0)
+    with torch.no_grad():
+        likeliest = load(run)(batch.pixels).argmax(1)
+    counts = [int((likeliest[batch.targets == number] == number).sum()) for number in range(2)]
+    assert [each["right"] for each in judged["classes"]] == counts
+    right = sum(counts)
+    assert judged["accuracy"] == right / 8
+    for each in judged["classes"]:
+        assert each["images"] == 4 == each["right"] + sum(each["taken_for"].values())
+        assert f"{each['name']:6}  {4:6}  {each['right'] / 4:8.1%}" in done.stdout
+    first = max(judged["classes"], key=lambda each: sum(each["taken_for"].values()))
+    other, count = next(iter(first["taken_for"].items()))
+    assert f"most often taken: {first['name']} for {other} ({count})" in done.stdout
+    assert json.loads(skipless("eval", "run", "--device", "cpu", "--json", "-").stdout)["images"]
+    assert skipless("report", "run", "judged.json").exit_code == 0
+    page = Path("report.html").read_text()
+    assert f"run/model.safetensors on pictures-images: {right / 8:.2%} of 8 images" in page
+    assert "<td>75.0%</td>" in page  # the run's own, in the table of runs
+    assert "perplexity" not in page[page.index("<table>") : page.index("</table>")]
+    assert skipless("report", "judged.json", "--out", "alone.html").exit_code == 0
+    assert "<h1>Classes of images</h1>" in Path("alone.html").read_text()
+    broken = json.loads(Path("judged.json").read_text())
+    broken["images"]["data/pictures-images"]["classes"][0]["right"] = "many"
+    Path("judged.json").write_text(json.dumps(broken))
+    refused = skipless("report", "judged.json", "--out", "broken.html")
+    assert "judged.json is damaged" in str(refused.exception)
+    assert not Path("broken.html").exists()
 
 
 def test_the_card_of_images_runs_and_says_what_a_reader_looks_for(run: Path, capsys) -> None:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,15 +18,16 @@ import skipless
 from skipless.data.image_files import prepare_images
 from skipless.data.image_loader import Augmentation, ImageLoader
 from skipless.data.image_store import ImageStore
+from skipless.files import write_hashes
 from skipless.model.config import Images
 from skipless.model.transformer import Transformer
 from skipless.ops.cuda_graph import Recorder
 from skipless.paper.recipes import recipe, with_data
+from skipless.training.accuracy import by_class, class_table, confusions, evaluate_images
 from skipless.training.config import DataConfig, Experiment, TrainConfig
 from skipless.training.cuda_graph import GraphedStep
 from skipless.training.distributed import World
-from skipless.training.evaluate import evaluate_images
-from skipless.training.load import load_model
+from skipless.training.load import load_image_model, load_model
 from skipless.training.optim.build import build_optimizer, use_tensor_rates
 from skipless.training.run import read_metrics, read_result
 from skipless.training.trainer import TrainStep, train
@@ -94,6 +97,8 @@ def test_the_log_has_loss_and_accuracy_of_all_held_out_images(folder, tmp_path):
         logits = model(batch.inputs)
     assert found.accuracy == (logits.argmax(1) == batch.targets).double().mean().item()
     assert found.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, batch.targets).item(), rel=1e-5)
+    seen = torch.stack([batch.targets, logits.argmax(1)], dim=1)
+    assert sorted(map(tuple, found.answers.tolist())) == sorted(map(tuple, seen.tolist()))
     assert (tmp_path / "run" / "probes" / "step-00000000.npz").is_file()
 
 
@@ -140,6 +145,54 @@ def test_a_graph_of_the_step_takes_images(folder):
         loader = ImageLoader(ImageStore(folder), 8, augmentation=Augmentation())
         results.append([advance(number, loader.batch(number))[0].item() for number in range(5)])
     assert results[0] == results[1]
+
+
+def test_accuracy_by_class_and_what_is_taken_for_what():
+    answers = np.array([(0, 0), (0, 1), (0, 1), (1, 1), (1, 0), (2, 2), (2, 2), (2, 2), (2, 1)])
+    results = by_class(answers, ("cat", "dog", "ship", "never"))
+    assert [(each.images, each.right, each.taken_for) for each in results] == [
+        (3, 1, {"dog": 2}),
+        (2, 1, {"cat": 1}),
+        (4, 3, {"dog": 1}),
+        (0, 0, {}),
+    ]
+    assert math.isnan(results[3].accuracy)
+    assert confusions(results) == [("cat", "dog", 2), ("dog", "cat", 1), ("ship", "dog", 1)]
+    head, rows = class_table(results)
+    assert head[0] == "class"
+    assert rows == [
+        ["cat", "3", "33.3%", "dog (2)"],
+        ["dog", "2", "50.0%", "cat (1)"],
+        ["ship", "4", "75.0%", "dog (1)"],
+    ]
+    assert class_table(results, most=1)[1] == [rows[0], ["the 2 others", "6", "66.7%", ""]]
+
+
+def test_a_run_keeps_the_names_of_its_classes(folder, tmp_path):
+    """Hashed as the rest: a file that differs is refused, and a run without one asks its data."""
+    run, experiment = tmp_path / "run", experiment_on(folder, steps=2, checkpoint_every=1)
+    train(experiment, run, device="cpu", quiet=True)
+    assert json.loads((run / "classes.json").read_text()) == ["across", "along"]
+    assert "classes.json" in json.loads((run / "hashes.json").read_text())["files"]
+    gone = experiment.with_fields({"data.folder": "gone"}).to_json().encode() + b"\n"
+    (run / "experiment.json").write_bytes(gone)
+    write_hashes(run, ["experiment.json", "classes.json", "metrics.jsonl"])
+    for path in (run, run / "checkpoints" / "step-000002"):
+        assert load_image_model(path).classes == ("across", "along")
+    whole = (run / "classes.json").read_bytes()
+    (run / "classes.json").write_bytes(whole.replace(b"across", b"below!"))
+    with pytest.raises(ValueError, match=r"classes\.json is damaged"):
+        load_image_model(run)
+    (run / "classes.json").write_bytes(b'["across"]')
+    write_hashes(run, ["experiment.json", "classes.json", "metrics.jsonl"])
+    with pytest.raises(ValueError, match="it names 1 classes, and the network has 2"):
+        load_image_model(run)
+    (run / "classes.json").unlink()
+    write_hashes(run, ["experiment.json", "metrics.jsonl"])
+    assert load_image_model(run).classes is None
+    (run / "experiment.json").write_text(experiment.to_json())
+    write_hashes(run, ["experiment.json", "metrics.jsonl"])
+    assert load_image_model(run).classes == ("across", "along")
 
 
 def test_shares_of_ranks_add_up(folder):
@@ -226,6 +279,7 @@ def test_commands_for_text_say_that_it_is_a_network_of_images(folder, tmp_path):
     assert torch.equal(whole(images), saved(images))
     assert skipless.inspect(whole, images).verdict.kind in ("preserved", "drift")
     assert json.loads((tmp_path / "run" / "hashes.json").read_text())["files"].keys() == {
+        "classes.json",
         "experiment.json",
         "metrics.jsonl",
     }

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skipless import __version__
-from skipless.console import check_target, print_table, say, write_output
+from skipless.console import check_target, print_table, print_text, say, write_output
 from skipless.data.store import MANIFEST, TokenStore
 from skipless.data.text import DATASETS, open_corpus
 from skipless.files import DATA_MARK
 from skipless.training.load import LoadedModel, load_image_model, load_model, reads_images
 
 if TYPE_CHECKING:
+    from skipless.training.accuracy import ClassResult
     from skipless.training.evaluate import EvalResult
     from skipless.training.tasks import Question, TaskResult
 
@@ -54,6 +55,7 @@ class EvalOptions:
     quantise: str | None = None
 
 
+_MOST_CONFUSIONS = 5
 _TEXT, _TASKS, _HOW = "Text", "Tasks", "How"
 
 
@@ -105,14 +107,19 @@ def command(
 
     With neither --corpus nor --tasks: on the validation text of the data the run was trained on. --quantise rounds to
     nearest, and then computes in fp32 unless --precision names another. A network of images is evaluated on held-out
-    ones; of the options it takes --corpus, another folder of prepared images, --device and --precision.
+    ones, class by class; of the options it takes --corpus, another folder of prepared images, --device, --precision and
+    --json.
     """
+    if json_file is not None and str(json_file) != "-":
+        check_target(json_file, DATA_MARK)
     if reads_images(model):
         given: dict[str, Any] = {"--tasks": tasks, "--stride": stride, "--max-tokens": max_tokens, "--length": length}
-        given |= {"--tokenizer": tokenizer, "--quantise": quantise, "--json": json_file, "--separate": separate or None}
+        given |= {"--tokenizer": tokenizer, "--quantise": quantise, "--separate": separate or None, "--limit": limit}
+        given |= {"--tasks-folder": tasks_folder, "--download": download or None}
+        given |= {"--backend": None if backend is Backend.BUILTIN else backend}
         if named := next((name for name, value in given.items() if value is not None), None):
             raise ValueError(f"{named} is not for a network of images, which {model} holds; leave it out")
-        _print_images(model, corpus, device, precision)
+        _images(model, corpus, device, precision, json_file)
         return
     if length is not None and length < 1:
         raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
@@ -120,8 +127,6 @@ def command(
         raise ValueError(f"--tasks-folder is {tasks_folder}, and no task is asked for; add --tasks all, or name some")
     if corpus is not None and corpus not in DATASETS and not (Path(corpus) / MANIFEST).is_file():
         open_corpus(corpus)  # a wrong path is refused before anything is loaded
-    if json_file is not None and str(json_file) != "-":
-        check_target(json_file, DATA_MARK)
     if quantise is not None:
         from skipless.model.quantise import quantisation
 
@@ -144,17 +149,17 @@ def command(
         _write(json_file, _record(loaded.origin, options, texts, scores, backend))
 
 
-def _print_images(model: Path, corpus: str | None, device: str | None, precision: Any) -> None:
+def _images(model: Path, corpus: str | None, device: str | None, precision: Any, json_file: Path | None) -> None:
     """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its run's own."""
     from skipless.data.image_loader import ImageLoader
     from skipless.data.image_store import ImageStore
-    from skipless.training.evaluate import evaluate_images
+    from skipless.training.accuracy import by_class, evaluate_images
     from skipless.training.feeds import check_images
 
     loaded = load_image_model(model, device)
-    if corpus is None and loaded.data is None:
+    if corpus is None and loaded.validation is None:
         raise ValueError("nothing to evaluate on: this model comes without prepared images; give --corpus")
-    store = ImageStore(corpus or loaded.data or "", "valid")
+    store = ImageStore(corpus or loaded.validation or "", "valid")
     check_images(loaded.model.config, store, "give --corpus a folder of images such as the network was trained on")
     if loaded.classes is not None and (theirs := store.manifest.classes) != loaded.classes:
         one, other = next(pair for pair in zip(loaded.classes, theirs, strict=True) if pair[0] != pair[1])
@@ -164,7 +169,35 @@ def _print_images(model: Path, corpus: str | None, device: str | None, precision
             "wrong; give --corpus a folder of the same classes"
         )
     result = evaluate_images(loaded.model, ImageLoader(store, 256), precision=precision)
-    print(f"{store.folder}: {result.words()}")
+    assert result.answers is not None
+    classes = by_class(result.answers, store.manifest.classes)
+    if str(json_file) != "-":
+        print(f"{store.folder}: {result.words()}")
+        _print_classes(classes)
+    if json_file is not None:
+        numbers = {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in result.numbers().items()
+        }
+        found = numbers | {"images": result.images, "classes": [dataclasses.asdict(each) for each in classes]}
+        options = {"device": str(next(loaded.model.parameters()).device), "precision": precision}
+        images = {str(store.folder): found}
+        _write(json_file, {"skipless": __version__, "weights": loaded.origin, "options": options, "images": images})
+
+
+def _print_classes(results: "list[ClassResult]") -> None:
+    """The worst classes, and what is most often taken for what."""
+    from rich.console import Console
+
+    from skipless.training.accuracy import class_table, confusions
+
+    console = Console()
+    print()
+    head, rows = class_table(results)
+    print_table(console, head, rows, [""] * len(rows))
+    if worst := confusions(results)[:_MOST_CONFUSIONS]:
+        listed = ", ".join(f"{name} for {other} ({count:,})" for name, other, count in worst)
+        print_text(console, f"\nmost often taken: {listed}", wrap=True)
 
 
 def _rounded(loaded: LoadedModel, quantise: str | None) -> AbstractContextManager:

@@ -83,12 +83,12 @@ def _with_names(loaded: LoadedImageModel, folder: Path | None) -> LoadedImageMod
     if given is None:
         say(
             f"the classes are LABEL_0 … LABEL_{count - 1}: their names are in the prepared images, and "
-            f"{loaded.data or 'their folder'} is not there; --classes FOLDER names them"
+            f"{loaded.validation or 'their folder'} is not there; --classes FOLDER names them"
         )
         return loaded
     if len(given) != count or (known is not None and known != given):
         raise ValueError(
-            f"the {len(given)} classes of {folder or loaded.data} are not the {count} of {loaded.origin}: give "
+            f"the {len(given)} classes of {folder or loaded.validation} are not the {count} of {loaded.origin}: give "
             "--classes the images that it was trained on"
         )
     return replace(loaded, classes=given)

@@ -14,19 +14,22 @@ from skipless.inspection.inspection import Inspection
 from skipless.paper.records import read_records
 from skipless.paper.tables import count
 from skipless.report.page import ResultTable, render
+from skipless.schema import build, check
 from skipless.training.run import EXPERIMENT, METRICS, read_metrics, read_probe
 
 MOST_CURVES = 24
 _KINDS = (
-    "a run's folder (with metrics.jsonl), a folder of `skipless reproduce` or an item's .json there, a JSON file of "
-    "`skipless inspect --json`, or one of `skipless kernels --json`"
+    "a run's folder (with metrics.jsonl), a folder of `skipless reproduce` or an item's .json there, or a JSON file of "
+    "`skipless inspect --json`, `skipless kernels --json` or, of images, `skipless eval --json`"
 )
 
 
 def command(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH...", help="Folders of runs and results, JSON files of `inspect` or `kernels`."),
+        typer.Argument(
+            metavar="PATH...", help="Folders of runs and results, JSON files of `inspect`, `kernels` or `eval`."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     title: Annotated[str, typer.Option(help="Its heading. Default: the network's name, or how many there are.")] = "",
@@ -41,14 +44,16 @@ def command(
     check_apart({"--out": out}, paths)
     check_target(out, PAGE_MARK)
     results = [path for path in paths if path.exists() and is_results(path)]
-    inspections, curves = gather(path for path in paths if path not in results)
+    judged = [path for path in paths if path not in results and is_evaluation(path)]
+    classes = [table for path in judged for table in read_classes(path)]
+    inspections, curves = gather(path for path in paths if path not in (*results, *judged))
     found, tables, words = read_results(results, MOST_CURVES)
     curves |= {free_name(name, curves): records for name, records in found.items()}
     if words:
         print(words)
-    if not (inspections or curves or tables):
+    if not (inspections or curves or tables or classes):
         raise ValueError(f"there is nothing to show in {', '.join(map(str, paths))}; give {_KINDS}")
-    page = render(inspections, curves, title, tables).encode()
+    page = render(inspections, curves, title, tables, classes).encode()
     write_output(out, page)
     networks = count(len(inspections), "network")
     print(f"report: {out} ({len(page) / 1000:.0f} kB, {networks}, {count(len(curves), 'run')})")
@@ -114,6 +119,33 @@ def _experiment(path: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     return read_json(file, mapping, "delete it to show the run without its settings")
+
+
+def is_evaluation(path: Path) -> bool:
+    """Whether a file is one of `skipless eval --json`, of images."""
+    if not path.is_file():
+        return False
+
+    def judged(data: Any) -> bool:
+        return isinstance(data, dict) and {"weights", "images"} <= data.keys()
+
+    return read_json(path, judged, f"give {_KINDS}", what="cannot be shown")
+
+
+def read_classes(path: Path) -> list[ResultTable]:
+    """The accuracy on each class, as a table for each folder of images that was evaluated on."""
+    from skipless.training.accuracy import ClassResult, class_table
+
+    def tables(data: Any) -> list[ResultTable]:
+        found = []
+        for folder, values in mapping(data["images"]).items():
+            results = [build(ClassResult, each, "a class") for each in values["classes"]]
+            accuracy, images = check(values["accuracy"], float, "accuracy"), check(values["images"], int, "images")
+            of = f"{data['weights']} on {Path(folder).name}: {accuracy:.2%} of {images:,} images"
+            found.append(ResultTable(of, *class_table(results)))
+        return found
+
+    return read_json(path, tables, "`skipless eval --json` writes it again")
 
 
 _AGAIN = "`skipless reproduce --tables-only` writes it again"

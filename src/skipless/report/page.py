@@ -55,7 +55,7 @@ _HEADS: tuple[tuple[str, str, str], ...] = (
     ("carry", "carry", "cosine between a location before and after the block: near 0 without a skip"),
 )
 _TALLIES = (("pass", "hold"), ("fail", "fail"), ("not run", "await their runs"))
-_RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity")
+_RUN_HEADS = ("run", "steps", "training loss (smoothed)", "validation loss", "perplexity", "accuracy")
 _FAILED = ' class="lost"'
 
 
@@ -81,13 +81,14 @@ def render(
     curves: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
     title: str = "",
     results: Sequence[ResultTable] = (),
+    classes: Sequence[ResultTable] = (),
 ) -> str:
     """The page as text. curves: by run, the records of metrics.jsonl (step, loss, ema, valid_loss, gradient).
 
-    ValueError if there is nothing to show.
+    classes: accuracies on the classes of images. ValueError if there is nothing to show.
     """
     curves = curves or {}
-    if not inspections and not curves and not results:
+    if not inspections and not curves and not results and not classes:
         raise ValueError("there is nothing to show: give at least one inspection or the records of one run")
     page = files("skipless.report") / "template"
     script = "\n".join((page / name).read_text("utf-8") for name in ("charts.js", "kernels.js", "page.js"))
@@ -102,6 +103,8 @@ def render(
         kernels="" if any(inspection.kernels is not None for inspection in inspections) else "hidden",
         curves="" if curves else "hidden",
         runs=_run_table(curves) if curves else "",
+        classes="" if classes else "hidden",
+        class_tables="\n".join(_result_table(table) for table in classes),
         results="" if results else "hidden",
         result_tables="\n".join(_result_table(table) for table in results),
         tables="\n".join(_table(inspection, len(inspections) == 1) for inspection in inspections),
@@ -125,11 +128,13 @@ def _default_title(inspections: Sequence[Inspection], curves: Mapping[str, Any])
         return run or names[0]
     if _stacks(inspections):
         return inspections[0].model.partition(", ")[0]
-    return f"{len(inspections)} networks" if inspections else f"{len(curves)} runs" if curves else "Results"
+    return f"{len(inspections)} networks" if inspections else f"{len(curves)} runs" if curves else "Classes of images"
 
 
 def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> str:
     """The verdict over all, in one sentence."""
+    if not inspections and not curves:
+        return "How many images of each class a network names right, and what it takes the others for."
     if not inspections:
         return f"Training curves of {len(curves)} run{'s' * (len(curves) > 1)}."
     lost = [inspection for inspection in inspections if inspection.verdict.lost]
@@ -208,19 +213,23 @@ def _block_name(block: BlockSignal) -> str:
 
 
 def _run_table(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    heads = "".join(f'<th scope="col">{name}</th>' for name in _RUN_HEADS)
+    """Where each run ended. Perplexity is of text and accuracy of images: the one that no run has is left out."""
+    images = {name for name, records in curves.items() if _last(records, "valid_accuracy") is not None}
+    left_out = {"perplexity": images == curves.keys(), "accuracy": not images}
+    kept = [index for index, name in enumerate(_RUN_HEADS) if not left_out.get(name)]
+    heads = "".join(f'<th scope="col">{_RUN_HEADS[index]}</th>' for index in kept)
     rows = []
     for name, records in curves.items():
         steps = max((record["step"] for record in records if "step" in record), default=None)
-        valid = _last(records, "valid_loss")
-        images = _last(records, "valid_accuracy") is not None  # whose loss is of classes
+        valid, accuracy = _last(records, "valid_loss"), _last(records, "valid_accuracy")
         perplexity = _last(records, "valid_perplexity")
-        if perplexity is None and valid is not None and not images:
+        if perplexity is None and valid is not None and accuracy is None:
             perplexity = math.exp(min(valid, 700.0))
-        values = [_last(records, "ema", "loss"), valid, perplexity]
-        cells = "".join(f"<td>{_short(value)}</td>" for value in values)
         shown = "–" if steps is None else f"{steps:,}".replace(",", "\N{THIN SPACE}")
-        rows.append(f'<tr><th scope="row">{escape(name)}</th><td>{shown}</td>{cells}</tr>')
+        share = "–" if accuracy is None else f"{accuracy:.1%}"
+        cells = [escape(name), shown, *map(_short, (_last(records, "ema", "loss"), valid, perplexity)), share]
+        numbers = "".join(f"<td>{cells[index]}</td>" for index in kept[1:])
+        rows.append(f'<tr><th scope="row">{cells[0]}</th>{numbers}</tr>')
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -264,7 +273,7 @@ _CURVE_POINTS = 400
 _LEVELS = 254  # cosines −1 … 1 as 0 … 254; 255 is not a number
 _COLUMNS = ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "gradient_mean", "gradient_max")
 _OPTIONAL = ("attention_spread", "carry", "outlier")
-_CURVES = ("loss", "ema", "valid_loss", "gradient")
+_CURVES = ("loss", "ema", "valid_loss", "valid_accuracy", "gradient")
 
 
 def page_data(inspections: Sequence[Inspection], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:

@@ -1,4 +1,4 @@
-"""Evaluation: loss, perplexity and bits per byte over prepared tokens or text; loss and accuracy over images."""
+"""Evaluation on text: loss, perplexity and bits per byte over prepared tokens or documents."""
 
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
-from skipless.data.image_loader import ImageLoader
 from skipless.data.loader import Batch, TokenLoader
 from skipless.data.text import held_out, open_corpus, share_held_out
 from skipless.data.tokenizer import Tokenizer
@@ -65,35 +64,6 @@ class EvalResult:
     def words(self) -> str:
         """For a line of progress."""
         return f"validation loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
-
-
-@dataclass(frozen=True)
-class ImageResult:
-    """loss in nats per image, without label smoothing; accuracy, the share of images whose class is the likeliest."""
-
-    loss: float
-    accuracy: float
-    images: int
-
-    @classmethod
-    def of(cls, nats: float, right: float, images: float) -> "ImageResult":
-        """From sums over images, which may be sums over processes."""
-        if not images:
-            raise ValueError("no images were scored: give at least one")
-        return cls(nats / images, right / images, int(images))
-
-    def numbers(self) -> dict[str, float | None]:
-        """What a log and a checkpoint keep of it."""
-        return {"loss": self.loss, "accuracy": self.accuracy, "images": float(self.images)}
-
-    @classmethod
-    def from_numbers(cls, values: Mapping[str, Any]) -> "ImageResult":
-        """The inverse."""
-        return cls(values["loss"], values["accuracy"], int(values["images"]))
-
-    def words(self) -> str:
-        """For a line of progress."""
-        return f"validation loss {self.loss:.4f}, accuracy {self.accuracy:.2%} of {self.images:,} images"
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,41 +128,6 @@ def evaluate_loss(
     if not tokens and isinstance(windows, TokenLoader) and windows.world > 1:
         return EvalResult(0.0, 1.0, None, 0, 0)
     return EvalResult.of(nats, tokens, size)
-
-
-def evaluate_images(
-    model: nn.Module,
-    loader: ImageLoader,
-    *,
-    most: int | None = None,
-    device: torch.device | str | None = None,
-    precision: Precision | None = None,
-) -> ImageResult:
-    """Loss and accuracy over a loader's images in order, `most` of all ranks' or every one; this rank's share.
-
-    As many calls on every rank, since a sharded model must be called by all of them together; a share may be empty.
-    """
-    place = torch.device(device) if device else next(model.parameters()).device
-    precision = precision or ("bf16" if place.type == "cuda" else "fp32")
-    wanted = len(loader.store) if most is None else min(most, len(loader.store))
-    nats, right = (torch.zeros((), dtype=torch.float64, device=place) for _ in range(2))
-    images, training = 0, model.training
-    model.eval()
-    try:
-        with torch.no_grad(), autocast(precision, place), loader.sweep() as batches:
-            for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
-                own = int((loader.shuffle.share(first) < wanted).sum())
-                pixels = batch.pixels if len(batch.pixels) else torch.zeros(1, *loader.store.shape, dtype=torch.uint8)
-                logits = model(pixels.to(place))[:own].double()
-                targets = batch.targets[:own].to(place)
-                nats += nn.functional.cross_entropy(logits, targets, reduction="sum") if own else 0.0
-                right += (logits.argmax(dim=1) == targets).sum()
-                images += own
-    finally:
-        model.train(training)
-    if not images and loader.world > 1:
-        return ImageResult(0.0, 0.0, 0)
-    return ImageResult.of(float(nats), float(right), images)
 
 
 def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Windows]:

@@ -9,9 +9,10 @@ from skipless.data.image_store import ImageStore
 from skipless.data.loader import TokenLoader
 from skipless.data.store import TokenStore
 from skipless.model.config import ModelConfig
+from skipless.training.accuracy import ImageResult, evaluate_images
 from skipless.training.config import NO_IMAGES, Experiment, TrainConfig
 from skipless.training.distributed import World
-from skipless.training.evaluate import EvalResult, ImageResult, evaluate_images, evaluate_loss
+from skipless.training.evaluate import EvalResult, evaluate_loss
 
 logger = logging.getLogger("skipless")
 

@@ -12,7 +12,7 @@ from skipless.files import HASHES, check_hashes, mapping, read_json, reading
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
 from skipless.schema import check, shortened
 from skipless.training.config import Experiment
-from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, WEIGHTS, read_experiment
+from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, WEIGHTS, read_classes, read_experiment
 
 if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
@@ -44,14 +44,14 @@ class LoadedModel:
 class LoadedImageModel:
     """A network of images in evaluation mode, and what is known of it.
 
-    classes are their names in the order of the logits, and data the prepared folder that a run was trained on; None
+    classes are their names in the order of the logits, and validation the prepared folder that a run validates on; None
     where they are not known.
     """
 
     model: "Transformer"
     origin: str
     classes: tuple[str, ...] | None = None
-    data: Path | None = None
+    validation: Path | None = None
 
 
 def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str | None = "cpu") -> "Transformer":
@@ -81,9 +81,8 @@ def load_image_model(path: str | Path, device: str | None = "cpu") -> LoadedImag
         loaded = _saved_images(path)
     else:
         found = _checkpoint(path, experiment) if _is_checkpoint(path) else _run_weights(path, experiment)
-        folder = Path(experiment.data.folder) if experiment.data.folder else None
-        known = folder is not None and holds_images(folder)
-        loaded = LoadedImageModel(*found, read_images(folder).classes if folder and known else None, folder)
+        valid = experiment.data.valid or experiment.data.folder
+        loaded = LoadedImageModel(*found, _run_classes(path, experiment), Path(valid) if valid else None)
     loaded.model.to(place)
     return loaded
 
@@ -240,6 +239,13 @@ def _run_tokenizer(path: Path, experiment: Experiment) -> Tokenizer | None:
             return find_tokenizer(place)
     known = any((path / name).is_file() for name in (HASHES, FINISHED))  # then any other kind lies in the run
     return ByteTokenizer() if known and experiment.model.vocab_size in (256, 257) else None
+
+
+def _run_classes(path: Path, experiment: Experiment) -> tuple[str, ...] | None:
+    """The names of an image run's classes: kept in the run, or those of its prepared images; None where both lack."""
+    kept = read_classes(path.parents[1] if _is_checkpoint(path) else path, experiment.model.classes or 0)
+    folder = Path(experiment.data.folder) if experiment.data.folder else None
+    return kept or (read_images(folder).classes if folder is not None and holds_images(folder) else None)
 
 
 def _run_weights(path: Path, experiment: Experiment) -> "tuple[Transformer, str]":

@@ -2,7 +2,8 @@
 
 experiment.json   the whole configuration; once something is trained another one refuses the folder
 tokenizer.model   that of the data (not for bytes)
-hashes.json       of these two, and at the end of the log; a file that differs is refused
+classes.json      of images: the names of their classes, in the order of the logits
+hashes.json       of these, and at the end of the log; a file that differs is refused
 data.json         fingerprints of the prepared folders; other tokens refuse to resume
 env.json          versions, device and commit of the start and of every resumption
 metrics.jsonl     one JSON object per line
@@ -31,6 +32,7 @@ import numpy as np
 
 import skipless
 from skipless.console import Progress
+from skipless.data.image_store import holds_images, read_images
 from skipless.data.store import fingerprint, folder_tokenizer, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import (
@@ -58,6 +60,7 @@ EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
     "metrics.jsonl",
     "finished.json",
 )
+CLASSES = "classes.json"
 CHECKPOINTS, EXPORT, WEIGHTS = "checkpoints", "export", "model.safetensors"
 FREE = ("train.keep",)  # settings that may change when a run goes on
 _PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")
@@ -196,7 +199,7 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
     remove_parts(path)
     if not begun:  # experiment.json first: with it the folder is a run's
         write_whole(file, text)
-        _keep_tokenizer(path, experiment)
+        _keep_names(path, experiment)
         write_json(path / DATA, _fingerprints(experiment))
     _note_hashes(path)
     for name in (CHECKPOINTS, EXPORT):
@@ -204,20 +207,22 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
     _note_environment(path / ENVIRONMENT, begun)
 
 
-def _keep_tokenizer(path: Path, experiment: Experiment) -> None:
-    """Put the tokenizer of the data into the run, which then needs its data no more. Images have none."""
-    if experiment.model.images is not None:
-        return
+def _keep_names(path: Path, experiment: Experiment) -> None:
+    """Put the tokenizer of the data, or the names of its classes, into the run, which then needs its data no more."""
     folder = Path(experiment.data.folder or "")
-    (path / MODEL_FILE).unlink(missing_ok=True)  # of a start that came to nothing
-    if fingerprint(folder) is not None:
+    for name in (MODEL_FILE, CLASSES):  # of a start that came to nothing
+        (path / name).unlink(missing_ok=True)
+    if experiment.model.images is not None:
+        if holds_images(folder):
+            write_json(path / CLASSES, list(read_images(folder).classes))
+    elif fingerprint(folder) is not None:
         model = folder_tokenizer(folder, read_manifest(folder).tokenizer).model
         if model is not None:
             write_whole(path / MODEL_FILE, model)
 
 
 def _note_hashes(path: Path, *more: str) -> None:
-    write_hashes(path, [name for name in (EXPERIMENT, MODEL_FILE, *more) if (path / name).is_file()])
+    write_hashes(path, [name for name in (EXPERIMENT, MODEL_FILE, CLASSES, *more) if (path / name).is_file()])
 
 
 def _trained(path: Path) -> bool:
@@ -329,6 +334,22 @@ def read_experiment(path: str | Path) -> Experiment:
         raise ValueError(f"{path} is not a run (no {EXPERIMENT}); `skipless train` makes one")
     check_hashes(file.parent, EXPERIMENT)
     return read_json(file, Experiment.from_dict, "use another folder")
+
+
+def read_classes(path: Path, count: int) -> tuple[str, ...] | None:
+    """The names of the `count` classes of a run's images; None where it has kept none, as runs of older versions."""
+    file = path / CLASSES
+
+    def checked(values: Any) -> tuple[str, ...]:
+        names = check(values, tuple[str, ...], "classes")
+        if len(names) != count or len(set(names)) < count:
+            raise ValueError(f"it names {len(set(names))} classes, and the network has {count}")
+        return names
+
+    if not file.is_file():
+        return None
+    check_hashes(path, CLASSES)
+    return read_json(file, checked, "delete it: the names are then those of the prepared images")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

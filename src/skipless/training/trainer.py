@@ -22,12 +22,13 @@ from skipless.data.loader import Prefetch
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.ops.precision import HALF, autocast, loss_scale
+from skipless.training.accuracy import ImageResult
 from skipless.training.checkpoint import checkpoints_until, discard_from, load_checkpoint, save_checkpoint, save_weights
 from skipless.training.config import Experiment, TrainConfig
 from skipless.training.cuda_graph import GraphedStep, uses_graph, why_not
 from skipless.training.distributed import World, distribute, join_world, plain
 from skipless.training.divergence import Diverged, GradientWatch, check_finite, check_state, diagonal_warning, measure
-from skipless.training.evaluate import EvalResult, ImageResult
+from skipless.training.evaluate import EvalResult
 from skipless.training.feeds import open_feed
 from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, supports_half_weights
 from skipless.training.optim.build import Composite, build_optimizer, freeze, set_rates, warmup_cosine
@@ -61,13 +62,13 @@ class RunLimits:
     """seconds: from now on, after which the run saves a checkpoint and OutOfTime is raised; resume=True goes on.
 
     weights=False: a run that reaches its end keeps its log and no weights, as one of many in a sweep.
-    """
     validation=False: none, not even at the end, as where a step is timed.
+    """
 
     seconds: float = math.inf
     weights: bool = True
-    began: float = field(default_factory=time.monotonic, compare=False)
     validation: bool = True
+    began: float = field(default_factory=time.monotonic, compare=False)
 
     @property
     def reached(self) -> bool:
@@ -305,12 +306,12 @@ class Trainer:
         self.watch, self.pending, self.began = GradientWatch(), [], time.perf_counter()
         self.batches = self._open.enter_context(self.feed.loader.batches(state.step, self.world.device))
 
-    def saves(self, step: int) -> bool:
     def validates(self, step: int) -> bool:
         """Whether the network is judged after so many updates: at the end, and every train.eval_every before it."""
         every, last = self.config.eval_every, step == self.config.steps
         return self.feed.validates and (last or (bool(every) and step % every == 0))
 
+    def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after so many updates."""
         every = self.config.checkpoint_every
         return bool(every) and step % every == 0

@@ -113,9 +113,15 @@ function curveSeries(line, faint) {
   });
 }
 
+// What a loss is of: runs of images log their accuracy.
+function unit() {
+  const images = data.curves.filter((curve) => curve.valid_accuracy).length;
+  return images === 0 ? "token" : images === data.curves.length ? "image" : "token, or per image";
+}
+
 function lossNote(series) {
   const faint = series.some((one) => one.faint) ? "; faint: as logged" : "";
-  return `Cross-entropy in nats per token, smoothed${faint}.`;
+  return `Cross-entropy in nats per ${unit()}, smoothed${faint}.`;
 }
 
 function trainingCharts() {
@@ -124,7 +130,8 @@ function trainingCharts() {
   const unlessDiverged = { mayBeLog: true, logAbove: 100 }; // a run that blew up would press all others flat
   const specs = [
     { title: "Training loss", note: lossNote(losses), series: losses, settle: true, ...unlessDiverged },
-    { title: "Validation loss", note: "On text the network is not trained on.", series: curveSeries("valid_loss"), fewest: 2, ...unlessDiverged },
+    { title: "Validation loss", note: "On data the network is not trained on.", series: curveSeries("valid_loss"), fewest: 2, ...unlessDiverged },
+    { title: "Validation accuracy", note: "The share of held-out images whose class is named right.", series: curveSeries("valid_accuracy"), fewest: 2, include: [0, 1] },
     { title: "Gradient norm", note: "Of all parameters together, before clipping.", series: curveSeries("gradient"), mayBeLog: true, floor: 0 },
   ];
   const range = [0, Math.max(...specs.flatMap((s) => s.series.flatMap((one) => one.x)))];
