@@ -119,3 +119,8 @@ def test_an_import_that_is_stopped_says_what_its_command_would(capsys, monkeypat
         with pytest.raises(Exit):
             command()
         assert capsys.readouterr().err == said
+
+
+def test_a_name_that_steers_a_terminal_is_spelt_out(capsys):
+    console.say("red\x1b[31m, \udcff and é")
+    assert capsys.readouterr().err == "red\\x1b[31m, \\udcff and é\n"

@@ -92,8 +92,9 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def say(words: str) -> None:
-    """A line on standard error."""
-    print(words, file=sys.stderr, flush=True)
+    """A line on standard error. Codes in it, as a file's name may hold to steer a terminal, are spelt out."""
+    plain = "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in words)
+    print(plain, file=sys.stderr, flush=True)
 
 
 def print_text(console: "Console", words: str, style: str = "", *, wrap: bool = False) -> None:

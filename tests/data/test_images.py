@@ -2,15 +2,19 @@
 
 import io
 import json
+import os
 import shutil
+import struct
 import sys
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.pictures import CLASSES, packed, striped
 
+from skipless.console import Progress
 from skipless.data import image_files
 from skipless.data.image_files import prepare_images
 from skipless.data.image_store import ImageManifest, ImageStore, holds_images, read_images
@@ -117,6 +121,29 @@ def noisy(kind: str) -> bytes:
     return file.getvalue()
 
 
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def declared(side: int) -> bytes:
+    """A PNG of a few bytes that says it is large."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+
+
+def with_text(size: int) -> bytes:
+    """A good PNG with a note that unpacks to so many bytes."""
+    good = noisy("PNG")
+    return good[:33] + chunk(b"zTXt", b"note\0\0" + zlib.compress(bytes(size), 1)) + good[33:]
+
+
+def animation() -> bytes:
+    file = io.BytesIO()
+    frames = [Image.new("RGB", (16, 16), (60 * number, 0, 0)) for number in range(3)]
+    frames[0].save(file, "PNG", save_all=True, append_images=frames[1:])
+    return file.getvalue()
+
+
 BAD = {
     "text": (b"no picture", "neither JPEG nor PNG"),
     "empty": (b"", "neither JPEG nor PNG"),
@@ -128,6 +155,9 @@ BAD = {
     "a bomb": (picture((20_000, 10_000), "1"), "exceeds limit"),
     "of 16 bits": (picture(mode="I;16"), "its pixels are of kind I;16"),
     "a GIF": (picture(kind="GIF"), "neither JPEG nor PNG"),
+    "a declared giant": (declared(60_000), "exceeds limit"),
+    "an animation": (animation(), "it is an animation of 3 pictures, and one is wanted"),
+    "a bomb of text": (with_text(200_000_000), "Decompressed data too large"),
 }
 
 
@@ -174,6 +204,59 @@ def test_sources_that_are_none(source: Path, tmp_path: Path) -> None:
     shutil.rmtree(source / "valid")
     shutil.rmtree(source / "train" / "across")
     refused("train has 1 classes")
+
+
+def test_classes_that_would_be_lost_or_not_shown_are_refused(source: Path, tmp_path: Path) -> None:
+    def refused(words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            prepare_images(source, tmp_path / "data", force=True)
+
+    third = source / "train" / "third"
+    third.mkdir()
+    refused("third is a class without pictures")
+    (third / "a.webp").write_bytes(b"a kind that is not read")
+    refused(r"third is a class without pictures \(\.jpg, \.jpeg, \.png\): put some into it, or take the folder away")
+    (third / "a.png").write_bytes(noisy("PNG"))
+    for name in ("red \x1b[31m", "two\nlines", os.fsdecode(b"\xff\xfe")):
+        third.rename(source / "train" / name)
+        refused("has a name that cannot be printed: rename its folder")
+        (source / "train" / name).rename(third)
+    packed(source, "train", source / "train.tar")
+    refused("holds train and train.tar, which are the same part: take one away")
+
+
+def test_links_are_followed_and_what_is_no_picture_is_counted(source: Path, tmp_path: Path) -> None:
+    """A class may be a link to a folder elsewhere, as sets are put together; no file waits for a writer."""
+    (source / "train" / "along").rename(tmp_path / "elsewhere")
+    (source / "train" / "along").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(source / "train" / "across" / "fifo.png")
+    (source / "train" / "across" / "._000.png").write_bytes(b"of macOS")
+    (source / "train" / "across" / "deeper").mkdir()
+    (source / "train" / "across" / "deeper" / "a.png").write_bytes(picture())
+    (source / "train" / "across" / os.fsdecode(b"\xff.png")).write_bytes(noisy("PNG"))
+    said: list[str] = []
+    progress = Progress(quiet=True)
+    progress.say = said.append
+    manifest = prepare_images(source, tmp_path / "data", progress=progress)
+    assert manifest.splits["train"].images == 11
+    assert said[0].startswith(
+        "left out 3 files that are no pictures of a class (PART/CLASS/FILE with .jpg, .jpeg, .png)"
+    )
+    (tmp_path / "elsewhere" / "000.png").unlink()
+    with pytest.raises(ValueError, match="was prepared with other options"):  # the link's files count too
+        prepare_images(source, tmp_path / "data")
+    (source / "train" / "along" / "gone.png").symlink_to("nowhere")
+    with pytest.raises(OSError, match=r"gone\.png cannot be read"):
+        prepare_images(source, tmp_path / "data", force=True)
+
+
+def test_a_source_without_validation_says_so(source: Path, tmp_path: Path) -> None:
+    shutil.rmtree(source / "test")
+    said: list[str] = []
+    progress = Progress(quiet=True)
+    progress.say = said.append
+    assert list(prepare_images(source, tmp_path / "data", progress=progress).splits) == ["train"]
+    assert said[0].startswith("no pictures for validation")
 
 
 def test_a_tar_writes_nowhere_else(source: Path, tmp_path: Path) -> None:

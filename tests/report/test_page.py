@@ -333,6 +333,25 @@ def test_a_run_that_blew_up_does_not_press_the_others_flat(tmp_path: Path) -> No
 
 
 @browser
+def test_runs_of_images_have_accuracies_and_losses_per_image(tmp_path: Path) -> None:
+    """Four charts, in one row where there is room; beside a run of text the losses are of both."""
+    lines = [{"step": 10 * n, "ema": 2.0 / n, "loss": 1.9 / n, "gradient": 1.0} for n in range(1, 4)]
+    lines += [{"step": step, "valid_loss": 1.5, "valid_accuracy": step / 100} for step in (10, 30)]
+    script = """
+    const drawn = [...document.querySelectorAll("#curve-charts .chart")];
+    seen.titles = drawn.map((chart) => chart.firstChild.textContent);
+    seen.columns = document.getElementById("curve-charts").className;
+    seen.note = document.querySelector("#curve-charts .note").textContent;
+    """
+    seen = seen_in_browser(tmp_path, render([], {"vit": lines}), script)
+    assert seen["titles"] == ["Training loss", "Validation loss", "Validation accuracy", "Gradient norm"]
+    assert seen["columns"] == "charts"
+    assert seen["note"] == "Cross-entropy in nats per image, smoothed; faint: as logged."
+    both = seen_in_browser(tmp_path, render([], {"vit": lines, "text": one_run([7.0, 6.0])}), script)
+    assert "nats per token, or per image" in both["note"]
+
+
+@browser
 def test_losses_as_logged_stay_inside_their_chart(tmp_path: Path) -> None:
     """A short run's smoothed loss lags far above them."""
     records = [{"step": step, "ema": 6.3 - step / 1000, "loss": 6.3 - step / 60} for step in range(1, 31)]

@@ -1,7 +1,8 @@
 """Prepare images: from a folder or a tar of pictures in class folders to arrays. Needs Pillow.
 
 A source holds train/CLASS/*.jpg and, for validation, valid/CLASS/*.jpg (or val/, or test/), as folders, as one tar, or
-as a tar for each part, train.tar.xz and test.tar.xz. A preparation that was killed starts from the beginning.
+as a tar for each part, train.tar.xz and test.tar.xz. Links of a folder are followed, those of a tar are not. A
+preparation that was killed starts from the beginning.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ from skipless.data.image_store import (
     ImageFile,
     ImageManifest,
     ImageSplit,
+    check_class,
     check_files,
     read_images,
 )
@@ -38,6 +40,7 @@ CHANNELS = 3
 MOST_SIDE = 1024  # pixels
 MOST_BYTES = 1 << 25  # of one picture's file
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK")
+_WHERE = f"PART/CLASS/FILE with {', '.join(SUFFIXES)}"
 _SHAPE = "give a folder or a tar with train/CLASS/*.jpg and test/CLASS/*.jpg"
 
 
@@ -56,8 +59,9 @@ def prepare_images(
 ) -> ImageManifest:
     """Decode every picture of a source into `out`, and return its manifest. All must be squares of one size.
 
-    Pictures become RGB: grey ones three equal channels, and transparency is dropped. Classes are the folders' names, in
-    alphabetical order. On a finished folder it checks every file and writes nothing; force starts over.
+    Pictures become RGB of eight bits: grey ones get three equal channels, 16-bit colours keep their upper half, and
+    transparency is dropped. Classes are the folders' names, in alphabetical order. On a finished folder it checks every
+    file and writes nothing; force starts over.
     """
     source, folder, progress = Path(source), Folder(Path(out)), progress or Progress(quiet=True)
     options = {"images": {"name": source.name.split(".")[0], "fingerprint": _fingerprint(source)}}
@@ -97,7 +101,11 @@ def _prepare(source: Path, out: Path, options: dict[str, Any], progress: Progres
         splits = {split: writer.finish(classes, str(source)) for split, writer in sorted(writers.items())}
     if others:
         first = next(iter(others))
-        progress.say(f"left out {others.total():,} files that are no pictures, such as {first}")
+        progress.say(f"left out {others.total():,} files that are no pictures of a class ({_WHERE}), such as {first}")
+    if "valid" not in splits:
+        progress.say(
+            f"no pictures for validation: runs are not judged by any; put some into {source}/test to have them"
+        )
     mean, std = writers["train"].statistics()
     manifest = ImageManifest(options, side, CHANNELS, classes, mean, std, splits)
     verify_shards(out, manifest.files, trust=False)
@@ -111,9 +119,14 @@ def _fingerprint(source: Path) -> str:
     """Of names and sizes of all files: what tells one source from another without reading it."""
     if not source.exists():
         raise ValueError(f"{source} does not exist; {_SHAPE} (working folder {Path.cwd()})")
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
+    if source.is_file():
+        files = [source]
+    else:
+        links = [path for path in source.rglob("*") if path.is_symlink() and path.is_dir()]
+        within = [path for link in links for path in link.iterdir()]
+        files = sorted(path for path in {*source.rglob("*"), *within} if path.is_file())
     lines = (f"{path.relative_to(source)} {path.stat().st_size}\n" for path in files)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _pictures(source: Path, others: Counter[str]) -> Iterator[Picture]:
@@ -125,6 +138,10 @@ def _pictures(source: Path, others: Counter[str]) -> Iterator[Picture]:
     if "train" not in parts.values():
         seen = ", ".join(sorted(path.name for path in source.iterdir())[:5]) or "nothing"
         raise ValueError(f"{source} holds {seen}, and no train folder or train.tar: {_SHAPE}")
+    for part, times in Counter(parts.values()).items():
+        if times > 1:
+            twice = " and ".join(path.name for path in parts if parts[path] == part)
+            raise ValueError(f"{source} holds {twice}, which are the same part: take one away")
     for path, part in parts.items():
         yield from _of_tar(path, part, others) if path.is_file() else _of_folder(path, part, others)
 
@@ -132,20 +149,44 @@ def _pictures(source: Path, others: Counter[str]) -> Iterator[Picture]:
 def _part(path: Path) -> str | None:
     """Which part of a source a folder or a tar in it is: train, valid, val, test or none."""
     stem = next((path.name.removesuffix(end) for end in TARS if path.name.endswith(end)), None)
-    name = path.name if path.is_dir() else stem
+    name = path.name if path.is_dir() else stem if path.is_file() else None
     return name if name in SPLITS else None
 
 
 def _of_folder(folder: Path, part: str, others: Counter[str]) -> Iterator[Picture]:
-    for path in sorted(folder.rglob("*")):
-        inside = path.relative_to(folder).parts
-        if path.is_dir():
+    for kind in _entries(folder):
+        if not kind.is_dir():
+            others[str(kind)] += 1
+        elif not kind.name.startswith("."):
+            yield from _of_class(kind, part, others)
+
+
+def _of_class(folder: Path, part: str, others: Counter[str]) -> Iterator[Picture]:
+    """The pictures of one class. One of train without any is refused: the network would lack it without a word."""
+    seen = False
+    for path in _entries(folder):
+        there = path.exists()  # a link that leads nowhere is a picture that is missing
+        if not _is_picture(path.name) or (there and not path.is_file()):
+            inside = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
+            others.update(map(str, inside))
             continue
-        if len(inside) != 2 or path.suffix.lower() not in SUFFIXES:
-            others[str(path)] += 1
-            continue
+        seen = True
         with reading(path), path.open("rb") as file:
-            yield Picture(part, inside[0], str(path), _bounded(file.read(MOST_BYTES + 1), str(path)))
+            yield Picture(part, folder.name, str(path), _bounded(file.read(MOST_BYTES + 1), str(path)))
+    if not seen and SPLITS[part] == "train":
+        raise ValueError(
+            f"{folder} is a class without pictures ({', '.join(SUFFIXES)}): put some into it, or take the folder away"
+        )
+
+
+def _entries(folder: Path) -> list[Path]:
+    with reading(folder):
+        return sorted(folder.iterdir())
+
+
+def _is_picture(name: str) -> bool:
+    """By its name. Hidden files, as macOS puts beside others, are none."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def _of_tar(path: Path, part: str | None, others: Counter[str]) -> Iterator[Picture]:
@@ -156,7 +197,7 @@ def _of_tar(path: Path, part: str | None, others: Counter[str]) -> Iterator[Pict
             own = inside[-3] if len(inside) >= 3 else part
             if member.isdir():
                 continue
-            if not member.isfile() or len(inside) < 2 or own not in SPLITS or not inside[-1].lower().endswith(SUFFIXES):
+            if not member.isfile() or len(inside) < 2 or own not in SPLITS or not _is_picture(inside[-1]):
                 others[f"{path}:{member.name}"] += 1
                 continue
             file = tar.extractfile(member)
@@ -186,7 +227,7 @@ def decode(picture: Picture, side: int | None = None) -> np.ndarray:
                 warnings.catch_warnings(action="error"),
                 Image.open(io.BytesIO(picture.data), formats=("JPEG", "PNG")) as image,
             ):
-                _check(image.size, image.mode, side)
+                _check(image.size, image.mode, side, getattr(image, "n_frames", 1))
                 return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
         except UnidentifiedImageError:
             raise ValueError("neither JPEG nor PNG") from None
@@ -194,7 +235,7 @@ def decode(picture: Picture, side: int | None = None) -> np.ndarray:
             raise ValueError(str(error)) from error
 
 
-def _check(size: tuple[int, int], mode: str, side: int | None) -> None:
+def _check(size: tuple[int, int], mode: str, side: int | None, frames: int) -> None:
     """Refuse a picture by what its head says, before its pixels are decoded."""
     width, height = size
     if width != height or not 1 <= width <= MOST_SIDE:
@@ -203,6 +244,8 @@ def _check(size: tuple[int, int], mode: str, side: int | None) -> None:
         raise ValueError(f"it is {width} × {height}, and those before it {side} × {side}; all must be of one size")
     if mode not in _MODES:
         raise ValueError(f"its pixels are of kind {mode}; use one of {', '.join(_MODES)}")
+    if frames > 1:
+        raise ValueError(f"it is an animation of {frames} pictures, and one is wanted")
 
 
 @dataclass
@@ -230,6 +273,8 @@ class _SplitWriter:
             raise ValueError(
                 f"there are both {self.part} and {picture.part}, and one of them is for validation: take one away"
             )
+        if not self.kinds or picture.kind != self.kinds[-1]:
+            check_class(picture.kind, picture.name)
         data = np.ascontiguousarray(pixels).tobytes()
         with writing(self._path):
             self._file.write(data)

@@ -63,6 +63,8 @@ class ImageManifest:
     def __post_init__(self):
         if not 2 <= len(self.classes) <= MOST_CLASSES or len(set(self.classes)) < len(self.classes):
             raise ValueError(f"it has {len(self.classes)} classes; they are 2 to {MOST_CLASSES:,}, and differ")
+        for name in self.classes:
+            check_class(name, "an image")
         if self.side < 1 or not len(self.mean) == len(self.std) == self.channels >= 1:
             raise ValueError(f"side={self.side}, channels={self.channels}: both ≥ 1, with a mean and a std each")
         if not all(np.isfinite(self.mean)) or not all(0.0 < each < np.inf for each in self.std):
@@ -96,6 +98,12 @@ class ImageManifest:
         if (kind, version) != (KIND, FORMAT):
             raise ValueError(f"format {version!r} of {kind or 'text'}, and this version reads {FORMAT} of images")
         return build(cls, {name: each for name, each in values.items() if name not in ("format", "kind")}, "a manifest")
+
+
+def check_class(name: str, where: str) -> None:
+    """Refuse a name that could not be shown: not UTF-8, empty, or with line breaks or codes that steer a terminal."""
+    if not name or not name.isprintable():  # what is not UTF-8 becomes surrogates, which are not printable
+        raise ValueError(f"the class {name!r} of {where!r} has a name that cannot be printed: rename its folder")
 
 
 def holds_images(folder: str | Path) -> bool:

@@ -131,7 +131,7 @@ def _attention(axes: Axes, found: Inspection) -> None:
         axes.text(0.5, 0.5, "weights not seen", transform=axes.transAxes, ha="center", color=MUTED)
         return
     axes.plot(spread, color=BLUE, label="entropy / uniform's")
-    axes.plot(first, color=ORANGE, linestyle=(0, (4, 2)), label="on the first token")
+    axes.plot(first, color=ORANGE, linestyle=(0, (4, 2)), label="on the first location")
     _legend(axes)
 
 

@@ -127,7 +127,7 @@ def class_table(results: Sequence[ClassResult], most: int = MOST_CLASSES) -> tup
     if rest := known[most:]:
         images, right = (sum(getattr(each, name) for each in rest) for name in ("images", "right"))
         rows.append([f"the {len(rest):,} others", f"{images:,}", f"{right / images:.1%}", ""])
-    return ["class", "images", "accuracy", "most often taken for"], rows
+    return ["class", "images", "accuracy", "taken for"], rows
 
 
 def _mistaken(result: ClassResult) -> str:

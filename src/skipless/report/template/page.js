@@ -142,7 +142,8 @@ function trainingCharts() {
     });
     chart.show(series);
   }
-  holder.classList.add(holder.children.length > 2 ? "three" : "two");
+  const count = holder.children.length;
+  if (count < 4) holder.classList.add(count > 2 ? "three" : "two"); // four stand in one row
 }
 
 function toggles() {
