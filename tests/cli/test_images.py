@@ -211,6 +211,23 @@ def test_images_of_another_kind_are_refused_with_what_would_do(run: Path) -> Non
     assert "the 3 classes of three are not the 2 of run/model.safetensors" in str(done.exception)
 
 
+def test_a_run_of_two_minds_and_one_without_its_images_say_so(run: Path) -> None:
+    experiment = json.loads((run / "experiment.json").read_text())
+    experiment["model"]["depth"] = 4
+    (run / "experiment.json").write_text(json.dumps(experiment))
+    for command in ("eval", "export", "inspect"):
+        words = (
+            "run/model.safetensors and run/experiment.json are not of one run: in the first depth is 3, 4 in the second"
+        )
+        assert words in str(skipless(command, "run").exception)
+    experiment["model"]["depth"] = 3
+    experiment["data"]["folder"] = "gone"
+    (run / "experiment.json").write_text(json.dumps(experiment))
+    refused = skipless("eval", "run", "--device", "cpu")
+    assert "run was judged by the images of gone, which are not there; give --corpus" in str(refused.exception)
+    assert skipless("eval", "run", "--device", "cpu", *CORPUS).exit_code == 0
+
+
 def test_every_file_of_an_export_of_images_is_verified(run: Path) -> None:
     assert skipless("export", "run").exit_code == 0
     for file in sorted((run / "export").iterdir()):
@@ -223,6 +240,13 @@ def test_every_file_of_an_export_of_images_is_verified(run: Path) -> None:
                 AutoModelForImageClassification.from_pretrained(run / "export")
         file.write_bytes(whole)
     assert skipless("eval", "run/export", *CORPUS, "--device", "cpu").exit_code == 0
+
+
+def test_pictures_are_to_be_named_and_stay_in_sight(run: Path) -> None:
+    assert "--images needs pictures: name a folder" in str(skipless("prepare", "--images").exception)
+    words = ["train", "vit/mirrored", "--data", "data/pictures-images", "--out", "dark", "--device", "cpu"]
+    refused = skipless(*words, "--set", "data.crop=16")
+    assert "data.crop=16 may shift images of 16 × 16 out of sight; use --set data.crop=2" in str(refused.exception)
 
 
 def test_the_list_has_the_family_and_its_table(here: Path) -> None:

@@ -350,6 +350,12 @@ HOSTILE = {
     "words": ({"id2label": {"x": "a", "1": "b", "2": "c"}}, "a name for each class"),
     "too few names": ({"id2label": {"0": "a"}}, "are not of the sizes"),
     "none at all": ({"id2label": {}}, "needs classes ≥ 1"),
+    "names for minutes": (
+        {"id2label": None, "num_labels": 10**8},
+        "num_labels is 100000000; it must lie in 0 … 1,048,576",
+    ),
+    "bright": ({"images.mean": [1e308, 0.0, 0.0]}, "pixels are numbers of 0 … 255"),
+    "flat": ({"images.std": [1e-320, 1.0, 1.0]}, "pixels are numbers of 0 … 255"),
     "lm": ({"head": "lm"}, "use head='token' or 'pooled'"),
 }
 

@@ -152,13 +152,15 @@ def command(
 def _images(model: Path, corpus: str | None, device: str | None, precision: Any, json_file: Path | None) -> None:
     """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its run's own."""
     from skipless.data.image_loader import ImageLoader
-    from skipless.data.image_store import ImageStore
+    from skipless.data.image_store import ImageStore, holds_images
     from skipless.training.accuracy import by_class, evaluate_images
     from skipless.training.feeds import check_images
 
     loaded = load_image_model(model, device)
     if corpus is None and loaded.validation is None:
         raise ValueError("nothing to evaluate on: this model comes without prepared images; give --corpus")
+    if corpus is None and not holds_images(loaded.validation or ""):
+        raise ValueError(f"{model} was judged by the images of {loaded.validation}, which are not there; give --corpus")
     store = ImageStore(corpus or loaded.validation or "", "valid")
     check_images(loaded.model.config, store, "give --corpus a folder of images such as the network was trained on")
     if loaded.classes is not None and (theirs := store.manifest.classes) != loaded.classes:

@@ -11,10 +11,13 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes, FileTokenizer, TokenizerChoice, TrainUnigram
 
 
+STDLIB = "stdlib"
+
+
 def command(
     corpus: Annotated[
         str, typer.Argument(help="stdlib, wikitext-103, c4, or a file, folder or quoted glob; with --images a folder.")
-    ] = "stdlib",
+    ] = STDLIB,
     out: Annotated[Path | None, typer.Option(help="Folder for the shards; by default data/CORPUS-VOCAB.")] = None,
     vocab: Annotated[int, typer.Option(help="Pieces of the SentencePiece tokenizer to train.")] = 32_000,
     tokenizer: Annotated[Path | None, typer.Option(help="Use this SentencePiece .model; train none.")] = None,
@@ -53,6 +56,10 @@ def command(
         }
         if given := next((name for name, value in text.items() if value), None):
             raise ValueError(f"{given} is for text, and --images for pictures: give one of them")
+        if corpus == STDLIB and not Path(corpus).exists():
+            raise ValueError(
+                "--images needs pictures: name a folder or a tar with train/CLASS/*.jpg and test/CLASS/*.jpg"
+            )
         _prepare_images(corpus, out, force)
         return
     reading = Reading(text_field, cast(Literal["error", "replace"], invalid_utf8))

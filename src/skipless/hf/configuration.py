@@ -93,7 +93,7 @@ class SkiplessConfig(PreTrainedConfig):
             self._check_image_size(name, value)
         if native.classes and self.id2label is None:
             kwargs.setdefault("num_labels", native.classes)
-        self._check_labels()
+        self._check_labels(kwargs.get("num_labels"))
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -161,8 +161,13 @@ class SkiplessConfig(PreTrainedConfig):
                 "since it learned a place for each patch. Resize them, as the image processor of an export does"
             )
 
-    def _check_labels(self) -> None:
-        """Refuse names of classes that are not numbered 0, 1, …: an answer's name is looked up by its number."""
+    def _check_labels(self, count: Any) -> None:
+        """Refuse names of classes that are not numbered 0, 1, …: an answer's name is looked up by its number.
+
+        transformers makes a name for each of `count` classes, for minutes where a file says ten million.
+        """
+        if count is not None and not (isinstance(count, int) and 0 <= count <= _MOST_LABELS):
+            raise ValueError(f"num_labels is {shortened(count)}; it must lie in 0 … {_MOST_LABELS:,}")
         given = {} if self.id2label is None else self.id2label
         numbers = [str(number) for number in given] if isinstance(given, dict) else None
         if numbers is None or set(numbers) != {str(number) for number in range(len(numbers))}:
@@ -183,4 +188,5 @@ class SkiplessConfig(PreTrainedConfig):
                 raise ValueError(f"SkiplessConfig has no field {name!r}; did you mean {meant!r}?")
 
 
+_MOST_LABELS = 1 << 20
 AutoConfig.register(SkiplessConfig.model_type, SkiplessConfig, exist_ok=True)

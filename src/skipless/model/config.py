@@ -58,6 +58,9 @@ class Images:
                 )
         if min(self.std) <= 0.0:
             raise ValueError(f"images.std is {self.std}; every channel's must be above 0 (64 is usual)")
+        if min(self.std) < 1e-6 or max(map(abs, (*self.mean, *self.std))) > 1e6:
+            seen = f"images.mean is {self.mean} and images.std {self.std}"
+            raise ValueError(f"{seen}; pixels are numbers of 0 … 255 (128 and 64 are usual)")
 
     @property
     def grid(self) -> int:

@@ -79,6 +79,9 @@ class ImageFeed:
         if data.packed:
             raise ValueError("data.packed=True is about documents, and images are none; use --set data.packed=false")
         check_images(experiment.model, store, "use --set {name}={value}")
+        if data.crop >= (side := store.manifest.side):
+            usual = f"use --set data.crop={side // 8}, an eighth of a side"
+            raise ValueError(f"data.crop={data.crop} may shift images of {side} × {side} out of sight; {usual}")
         shape = (config.batch_size, config.seed, world.rank, world.size)
         self.loader = ImageLoader(store, *shape, augmentation=Augmentation(data.crop, data.flip))
         self.valid = self._held_out(experiment, store) if config.eval_tokens else None

@@ -12,7 +12,16 @@ from skipless.files import HASHES, check_hashes, mapping, read_json, reading
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer
 from skipless.schema import check, shortened
 from skipless.training.config import Experiment
-from skipless.training.run import CHECKPOINTS, EXPERIMENT, EXPORT, FINISHED, WEIGHTS, read_classes, read_experiment
+from skipless.training.run import (
+    CHECKPOINTS,
+    EXPERIMENT,
+    EXPORT,
+    FINISHED,
+    WEIGHTS,
+    other_fields,
+    read_classes,
+    read_experiment,
+)
 
 if TYPE_CHECKING:
     from skipless.model.transformer import Transformer
@@ -253,7 +262,14 @@ def _run_weights(path: Path, experiment: Experiment) -> "tuple[Transformer, str]
     from skipless.training.checkpoint import load_checkpoint, model_from_weights
 
     if (path / WEIGHTS).is_file():
-        return model_from_weights(path / WEIGHTS), str(path / WEIGHTS)
+        model = model_from_weights(path / WEIGHTS)
+        differing = other_fields(model.config, experiment.model)
+        if differing := [each for each in differing if not each.startswith("length ")]:  # which no weight depends on
+            raise ValueError(
+                f"{path / WEIGHTS} and {path / EXPERIMENT} are not of one run: in the first {differing[0]}; put back "
+                "the file that was changed"
+            )
+        return model, str(path / WEIGHTS)
     model = Transformer(experiment.model)
     found = load_checkpoint(path / CHECKPOINTS, model)
     if found is None:

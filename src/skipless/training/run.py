@@ -50,6 +50,7 @@ from skipless.files import (
     write_whole,
     writing,
 )
+from skipless.model.config import ModelConfig
 from skipless.schema import check
 from skipless.training.config import Experiment
 
@@ -233,17 +234,23 @@ def _trained(path: Path) -> bool:
 
 
 def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
-    old, new = (_flat(json.loads(one.to_json())) for one in (there, here))
-    differing = [
-        f"{name} is {old.get(name)!r} there, {new.get(name)!r} here"
-        for name in sorted((old.keys() | new.keys()).difference(FREE))
-        if old.get(name) != new.get(name)
-    ]
-    if differing:
+    if differing := other_fields(there, here, "there", "here"):
         raise ValueError(
             f"{path} holds a run with other settings: {'; '.join(differing)}. To go on with that run, repeat its "
             "settings and add --resume; for these settings, use another folder"
         )
+
+
+def other_fields(
+    one: Experiment | ModelConfig, two: Experiment | ModelConfig, there: str = "", here: str = "in the second"
+) -> list[str]:
+    """The fields in which two configurations differ, in words; those that may change as a run goes on are left out."""
+    old, new = (_flat(json.loads(each.to_json())) for each in (one, two))
+    return [
+        f"{name} is {old.get(name)!r}{there and f' {there}'}, {new.get(name)!r} {here}"
+        for name in sorted((old.keys() | new.keys()).difference(FREE))
+        if old.get(name) != new.get(name)
+    ]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
