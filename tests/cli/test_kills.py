@@ -1,6 +1,7 @@
 """kill -9 at any moment of the commands that write: every file is the old one, the new one, or not there yet.
 
-Training and preparation have tests of their own, test_loop.py, test_checkpoint_processes.py and test_resume.py.
+Training and the preparation of text have tests of their own, test_loop.py, test_checkpoint_processes.py and
+test_resume.py.
 """
 
 import os
@@ -13,7 +14,8 @@ PROGRAM = """
 import json, math, os, random, shutil, signal, sys, threading, time
 from pathlib import Path
 
-import matplotlib, torch, transformers  # once, for all children
+import matplotlib, numpy as np, torch, transformers  # once, for all children
+from PIL import Image
 from tqdm import tqdm
 
 import skipless.figures.inspection, skipless.figures.training, skipless.hf
@@ -21,7 +23,7 @@ from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.files import is_part
-from skipless.model.config import ModelConfig
+from skipless.model.config import Images, ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.paper import workers
 from skipless.paper.records import record_of
@@ -84,10 +86,23 @@ def put(place, kept):
         shutil.copytree(kept, place)
 
 
+def pictures(count):
+    for part, kind in ((part, kind) for part in ("train", "test") for kind in "ab"):
+        (HOME / "pictures" / part / kind).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(pixels).save(HOME / "pictures" / part / kind / f"{number}.png")
+
+
 def run(depth):
     folder = HOME / "run"
     torch.manual_seed(depth)
+    pictures(depth)
     model = Transformer(ModelConfig(vocab_size=256, width=16, depth=depth, heads=2, length=16, activation="gelu"))
+    if COMMAND == "export images":
+        model = Transformer("vit/mirrored", width=16, depth=depth, heads=2, images=Images(16, 4), classes=2)
+        folder.mkdir(exist_ok=True)
+        (folder / "classes.json").write_text('["a", "b"]')
     save_weights(model, folder / "model.safetensors")
     experiment = Experiment("tiny", model.config, DataConfig(folder="gone"), train=TrainConfig(steps=9, warmup=1))
     (folder / "experiment.json").write_text(experiment.to_json())
@@ -108,6 +123,13 @@ def export_holds(found, old, new):
     if "config.json" in found:
         whole = new if found["config.json"] == new["config.json"] else old
         assert {name: found.get(name) for name in whole} == whole, "a mixture of two exports"
+
+
+def prepared_holds(found, old, new):
+    "With manifest.json the folder is complete."
+    if "manifest.json" in found:
+        whole = new if found["manifest.json"] == new["manifest.json"] else old
+        assert {name: found.get(name) for name in whole} == whole, "a mixture of two preparations"
 
 
 def files_hold(found, old, new):
@@ -135,6 +157,8 @@ if COMMAND == "reproduce":
 inspect = ["inspect", HOME / "run", "--length", "8", "--batch", "1", "--json", place / "a.json", "--figure"]
 arguments, holds = {
     "export": (["export", HOME / "run", "--out", place], export_holds),
+    "export images": (["export", HOME / "run", "--out", place], export_holds),
+    "prepare images": (["prepare", HOME / "pictures", "--images", "--force", "--out", place], prepared_holds),
     "report": (["report", HOME / "run", "--out", place / "page.html"], files_hold),
     "inspect": ([*inspect, place / "a.png"], files_hold),
     "reproduce": (["reproduce", "baselines", "--data", HOME / "tokens", "--device", "cpu", "--out", place], log_holds),
@@ -177,7 +201,7 @@ print("kills", kills)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
-@pytest.mark.parametrize("command", ["export", "report", "inspect", "reproduce"])
+@pytest.mark.parametrize("command", ["export", "export images", "prepare images", "report", "inspect", "reproduce"])
 def test_a_killed_command_leaves_whole_files_and_goes_on(tmp_path: Path, command: str, full: bool) -> None:
     program = Program(PROGRAM, tmp_path / "home", command, int(full))
     assert "kills" in program.finished(3000 if full else 300)

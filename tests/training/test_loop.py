@@ -18,7 +18,7 @@ from skipless.data.tokenizer import Bytes, TrainUnigram
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 from skipless.training import trainer
-from skipless.training.config import Experiment
+from skipless.training.config import Experiment, OptimizerConfig
 from skipless.training.divergence import Diverged, advice
 from skipless.training.run import Display, RunFinishedError, read_metrics, read_result
 from skipless.training.trainer import RunLimits, Trainer, train
@@ -124,8 +124,17 @@ def test_every_optimiser_resumes_bit_for_bit(experiment, tmp_path, monkeypatch, 
     assert (tmp_path / "whole" / "metrics.jsonl").read_text() == (tmp_path / "stopped" / "metrics.jsonl").read_text()
 
 
-def test_kill_9_and_resume_is_the_uninterrupted_run_bit_for_bit(experiment, tmp_path):
-    """Killed after step 10 and after step 18, where its log has three and six lines: same weights, same log."""
+@pytest.mark.parametrize("readers", [0, 2])
+def test_kill_9_and_resume_is_the_uninterrupted_run_bit_for_bit(experiment, tmp_path, readers):
+    """Killed after step 10 and after step 18, where its log has three and six lines: same weights, same log.
+
+    With heads that read it is a mirrored network with Muon, as `mirrored/e-spa-readers` trains.
+    """
+    if readers:
+        mirrored = {"mlp_init": "mirrored", "value_output": "identity", "bias_gain": True, "activation": "gelu"}
+        muon = OptimizerConfig("muon", 2e-3, 1e-2, gain_rate=1e-2)
+        model = experiment.model.replace(readers=readers, **mirrored)
+        experiment = dataclasses.replace(experiment, model=model, optimizer=muon)
     train(experiment, tmp_path / "whole", device="cpu", quiet=True)
     (tmp_path / "e.json").write_text(experiment.to_json())
     log, kills = tmp_path / "killed" / "metrics.jsonl", 0

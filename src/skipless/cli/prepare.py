@@ -10,7 +10,6 @@ from skipless.data.formats import Reading
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes, FileTokenizer, TokenizerChoice, TrainUnigram
 
-
 STDLIB = "stdlib"
 
 
