@@ -177,14 +177,15 @@ def _forget_the_second_half(folder, experiment: Experiment) -> None:
 
 
 @pytest.mark.slow
-def test_one_process_of_torchrun_killed_ends_all_and_the_same_command_goes_on(experiment, tmp_path, full):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_of_torchrun_killed_ends_all_and_the_same_command_goes_on(experiment, tmp_path, full, strategy):
     """kill -9 of either, at some step: no process stays behind, and in the end the run is that of a calm one.
 
-    With an optimiser that exchanges matrices, in its step and after it.
+    With an optimiser that exchanges matrices, in its step and after it: whole ones, or shards of them.
     """
     settings = dataclasses.replace(experiment.optimizer, name="muon", keep_orthogonal=("value",))
     experiment = dataclasses.replace(experiment, optimizer=settings)
-    experiment = changed(experiment, strategy="ddp", log_every=1, checkpoint_every=3, eval_every=0)
+    experiment = changed(experiment, strategy=strategy, log_every=1, checkpoint_every=3, eval_every=0)
     by_two(experiment, tmp_path / "calm", tmp_path)
     run, choice, kills = tmp_path / "run", random.Random(None if full else 0), 0
     while kills < (6 if full else 1):
