@@ -17,6 +17,7 @@ import skipless
 from skipless.data.image_files import prepare_images
 from skipless.data.image_loader import ImageLoader
 from skipless.data.image_store import ImageStore
+from skipless.training.accuracy import by_class, evaluate_images
 
 NUMBERS = {"rate": None, "embedding_rate": 2e-3, "epochs": 50, "batch": 256, "depth": 12, "width": 256, "seed": 0}
 
@@ -44,15 +45,10 @@ def main(words: list[str] | None = None) -> None:
     model = skipless.load(run, device="cuda" if gpu else "cpu")
     first = ImageLoader(test, 8).batch(0).inputs.to("cuda" if gpu else "cpu")
     print(skipless.inspect(model, first).verdict.text)
-    right, classes = torch.zeros(2, len(test.manifest.classes))
-    with torch.no_grad(), ImageLoader(test, 500).sweep() as batches:
-        for batch in batches:
-            found = model(batch.inputs.to(first.device)).argmax(1).cpu()
-            right += torch.bincount(batch.targets[found == batch.targets], minlength=len(right))
-            classes += torch.bincount(batch.targets, minlength=len(right))
-    for name, share in zip(test.manifest.classes, (right / classes).tolist(), strict=True):
-        print(f"{name}: {share:.1%}")
-    print(f"{options.network}: {(right.sum() / classes.sum()).item():.2%} of {len(test):,} test images")
+    result = evaluate_images(model, ImageLoader(test, 500), precision="fp32")
+    for each in by_class(result.answers, test.manifest.classes):
+        print(f"{each.name}: {each.accuracy:.1%}")
+    print(f"{options.network}: {result.accuracy:.2%} of {result.images:,} test images")
 
 
 if __name__ == "__main__":
