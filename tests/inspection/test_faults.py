@@ -9,7 +9,7 @@ from zlib import crc32
 import pytest
 import torch
 import transformers
-from tests.inspection import held_out, mistakes, oversights
+from tests.inspection import held_out, mistakes
 from tests.inspection.catalogue import ARCHITECTURES, FAULTS, Size, build
 from tests.inspection.outcomes import SETS, accused, outcome, said, set_of
 
@@ -43,7 +43,6 @@ BEYOND: dict[tuple, str] = {
     ("norm without epsilon", "modernbert", 1): "its first block has no norm before its attention",
     ("drawn with deviation one", "annotated"): "six times its siblings at this width, eight times from 64 on",
     ("positions drown tokens", "deit"): "its positions start at zero, so that nothing drowns",
-    ("keys not rotated",): "the other blocks see positions",
     **{
         (fault, name): "its stream is so small that tanh does nothing"
         for fault in ("tanh on the stream", "tanh on the stream, every block")
@@ -54,27 +53,15 @@ BEYOND: dict[tuple, str] = {
     ("product for sum, every block", "siglip"): "what is left of the stream is still told apart",
     ("tokens of one", "pegasus"): "the table that is changed is not the one that its stacks read",
     **{
-        (f"{fault}{where}",): "a factor of 0.3 on a matrix, and a branch of one sign, are seen in no number"
-        for fault in ("scaled for depth twice", "activation behind the MLP")
-        for where in ("", ", every block")
-    },
-    **{
         (f"{fault}, every block",): "only a sibling would tell"
-        for fault in ("stream halved", "drawn by torch's default", "sigmoid for softmax", "scores scaled twice")
+        for fault in ("drawn by torch's default", "scaled for depth twice")
     },
     **{
-        ("gradient times 0.01", name, 6): "what comes to the last block is taken as one"
-        for name in oversights.ARCHITECTURES
+        (f"{fault}, every block",): "a note, since networks are built so on purpose"
+        for fault in ("stream halved", "scores scaled twice")
     },
-    **{
-        ("norm over locations, every block", name): "it looks both ways, so that nothing leaks"
-        for name in ("roberta", "mbart", "msn")
-    },
-    ("norm over locations", "roberta"): "the norm that is not used is named, and not what is in its place",
-    ("mask one too wide, every block", "nano"): "nothing says that it is causal",
+    ("gradient times 0.01", "mbart", 6): "what comes to the encoder's last block is taken as one",
     **{(f"first key only{where}", "msn"): "a gradient dies out with it" for where in ("", ", every block")},
-    ("positions held",): "some locations still have their own",
-    ("head reads the embedding",): "gradients start at the last block unless labels are given",
 }
 
 

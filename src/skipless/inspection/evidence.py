@@ -14,8 +14,6 @@ CUTS = "detach(), .data, torch.no_grad(), numpy, argmax or round"  # what keeps 
 _SIZE = 8.0  # a matrix this many times larger or smaller than its siblings
 _NORM_SIZE = 30.0  # the same of a norm's weights, which training moves further
 _BIAS = 1e3  # the same of a bias
-_ALL = 2.5  # the same of all matrices of a block at once
-_AGREE = 1.3  # the same of those of the other blocks among each other
 _WITHIN = 30.0  # the same of a parameter without siblings, beside its block's others
 _MATRICES = ("query", "key", "value", "output", "mlp")
 
@@ -36,7 +34,7 @@ class Evidence:
     """What faults are read from: the signals of a stack, input first, and by block from 1 the parameters, the norms of
     their matrices' gradients, the names of those that nothing depends on, and how the block is put together. leaks:
     what `probe` found, by kind. cousins: parameters of the network's other stacks, which stand in for siblings where a
-    stack has few."""
+    stack has few. norms: by block the names of those that do not normalise."""
 
     signals: Sequence[BlockSignal]
     weights: Sequence[Mapping[str, Weight]] = ()
@@ -45,6 +43,7 @@ class Evidence:
     wired: Sequence[Wired] = ()
     leaks: Mapping[str, int] = field(default_factory=dict)
     cousins: Sequence[Mapping[str, Weight]] = ()
+    norms: Sequence[Sequence[str]] = ()
 
     @property
     def depth(self) -> int:
@@ -109,18 +108,6 @@ def odd_parameters(weights: Weights, cousins: Weights, block: int) -> Iterator[t
             and weight.size > _BIAS * median(others_than(sizes, block) or [1.0])
         ):
             yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
-
-
-def drawn_otherwise(weights: Weights, block: int) -> float | None:
-    """The median ratio of a block's matrices to those of the others, where all of them are larger, or all smaller, and
-    those of the others agree."""
-    ratios: list[float] = []
-    for label, weight in weights[block - 1].items() if len(weights) > 2 else ():
-        others = [w[label].size for b, w in enumerate(weights, start=1) if b != block and label in w]
-        if weight.matrix and others and min(others) > 0 and max(others) < _AGREE * min(others) and weight.size > 0:
-            ratios.append(weight.size / median(others))
-    apart = min(ratios, default=1.0) > _ALL or max(ratios, default=1.0) < 1 / _ALL
-    return median(ratios) if apart and len(ratios) > 3 else None
 
 
 def _odd_matrix(

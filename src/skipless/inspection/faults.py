@@ -32,6 +32,7 @@ _NEARLY = 0.995  # mean cosine of locations that are still told apart
 _LESS = 0.1  # of a squared gradient, on its way from one block to the one before it
 # Largest entry over the root mean square where entries are cut off; √3 where they are uniform, 3 or more where not.
 _BOUNDED = 1.6
+_CUT = 1.1  # how much larger entries of what is read are; sums of sines lie about the bound by themselves
 
 
 def first_fault(evidence: Evidence) -> Fault | None:
@@ -189,6 +190,22 @@ def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
+def _idle_norm(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A norm that does not bring each location to one size."""
+    idle = evidence.norms[each.block - 1] if evidence.norms else ()
+    if not idle:
+        return None
+    text = (
+        f"{listed(idle)} of block {each.block} ({each.name}) {'does' if len(idle) == 1 else 'do'} not normalise: where "
+        "one location is made larger than another, so is what the norm gives, or others change with it."
+    )
+    look = (
+        f"Look at the axis over which {idle[0]} of {each.name} takes its mean (of channels, not of locations), at its "
+        "epsilon, and at whether it does anything at all."
+    )
+    return blame(each, "fault", text, look)
+
+
 def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A block whose output nothing reads, though the blocks behind it run and get a gradient."""
     behind = [s.gradient_mean for s in evidence.signals[each.block + 1 :]]
@@ -205,12 +222,12 @@ def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
 def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A factor on the gradient between a block and the next, which hands back more than arrives."""
     following = evidence.signals[each.block + 1 : each.block + 2]
-    arrived, handed = each.gradient_mean, following[0].gradient_back if following else None
+    arrived, handed = each.gradient_mean, following[0].gradient_back if following else 1.0
     if arrived is None or handed is None or not _UNDERFLOW < handed < math.inf or not 0 < arrived < _LESS * handed:
         return None
     text = (
-        f"The gradient that reaches block {each.block} ({each.name}) is {(arrived / handed) ** 0.5:.2g} times what the "
-        "next block hands back: something between them multiplies it."
+        f"The gradient that reaches block {each.block} ({each.name}) is {(arrived / handed) ** 0.5:.2g} times what "
+        f"{'the next block hands back' if following else 'was sent to it'}: something between them multiplies it."
     )
     look = f"Look for a hook on what {each.name} gives, or for a function that scales gradients."
     return blame(each, "fault", text, look)
@@ -232,7 +249,7 @@ def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
 def _bounded(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A stream that is cut off: no entry is much larger than the typical one, though entries of what is read are."""
     before = evidence.signals[each.block - 1]
-    if not each.outlier < _BOUNDED <= before.outlier:
+    if not each.outlier < _BOUNDED <= before.outlier or each.outlier * _CUT > before.outlier:
         return None
     text = (
         f"No entry of what block {each.block} ({each.name}) gives is larger than {each.outlier:.3g} times the typical "
@@ -430,6 +447,7 @@ _RULES = (
     _bounded,
     _alike,
     _leak,
+    _idle_norm,
     _unused,
     _not_read,
     _gradient_factor,

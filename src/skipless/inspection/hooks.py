@@ -54,6 +54,7 @@ class Recorder:
         self._handed: dict[int, Tensor] = {}
         self._latest: tuple[int, Tensor] | None = None
         self._gradients: dict[int, Tensor] = {}
+        self.sent = False  # whether unit gradients are sent to the last block
         self._returned: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
         self._swapped = self._channels = self._expected = False

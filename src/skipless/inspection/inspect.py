@@ -34,6 +34,7 @@ from skipless.inspection.probes import Seen, Watched, padding_seen, probe
 from skipless.inspection.remarks import of_model, remarks
 from skipless.inspection.stacks import Block, find_blocks, find_stacks, listening, says_causal
 from skipless.inspection.statistics import ActivationStats, InspectOptions
+from skipless.inspection.wiring import idle_norms
 from skipless.model import kernel_maps
 from skipless.model.quantise import QUANTISATIONS, quantised
 from skipless.model.transformer import Transformer
@@ -84,9 +85,11 @@ def inspect(
         raise ValueError(_not_run(recorders))
     every = [block for recorder in complete for block in recorder.blocks]
     weights = dict(zip((name for name, _ in every), weights_of([block for _, block in every]), strict=True))
+    with evaluating(model), uncompiled(model):
+        norms = dict(zip((name for name, _ in every), idle_norms([block for _, block in every]), strict=True))
     seen = _probed(model, batch, complete)
     found = [
-        _found((name, model, thresholds), recorder, taken, weights, each)
+        _found((name, model, thresholds), recorder, taken, (weights, norms), each)
         for recorder, each in zip(complete, seen, strict=True)
     ]
     whole = at_fault(found, recorders)
@@ -145,18 +148,19 @@ def _watched(recorder: Recorder) -> Watched:
     ahead = [each.ahead for each in recorder.attention.values()]
     masked = 2 * sum(weight == 0 for weight in ahead) > len(ahead)
     blocks = [block for _, block in recorder.blocks]
-    return Watched(blocks, recorder.swapped, masked or any(map(says_causal, blocks)))
+    return Watched(blocks, recorder.swapped, masked or any(map(says_causal, blocks)), bool(ahead))
 
 
 def _found(
     asked: tuple[str, nn.Module, Thresholds | None],
     recorder: Recorder,
     taken: Taken,
-    weights: dict[str, dict[str, Weight]],
+    held: tuple[dict[str, dict[str, Weight]], dict[str, tuple[str, ...]]],
     seen: Seen,
 ) -> Inspection:
-    """The inspection of one stack; taken and weights are of all of them, by the block's name."""
-    name, model, thresholds = asked
+    """The inspection of one stack; taken and held, the parameters and the norms that do not normalise, are of all of
+    them, by the block's name."""
+    (name, model, thresholds), (weights, norms) = asked, held
     gradients, own = [taken[block] for block, _ in recorder.blocks], {block for block, _ in recorder.blocks}
     sizes = [weights[block] for block, _ in recorder.blocks]
     cousins = [each for block, each in weights.items() if block not in own]
@@ -171,6 +175,7 @@ def _found(
         seen.wired,
         seen.leaks,
         cousins,
+        [norms[block] for block, _ in recorder.blocks],
     )
     verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
@@ -286,6 +291,7 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
         for number, recorder in enumerate(ran if loss is None else []):
             last = recorder.last
             if last is not None and last.requires_grad and not recorder.reached:
+                recorder.sent = True
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
         for recorder in recorders:
             recorder.forget()
@@ -299,7 +305,7 @@ def assemble(
     names = ["input", *(name for name, _ in recorder.blocks)]
     arrivals, attention, carries, real = recorder.gradients, recorder.attention, recorder.carries, recorder.real
     returned, last = recorder.returned, recorder.gradients.get(len(recorder.blocks))
-    unit = 1.0 if last is None else _unit(float(last.mean(where=real)))
+    unit = 1.0 if last is None or recorder.sent else _unit(float(last.mean(where=real)))
     signals = []
     for index, (name, stats) in enumerate(zip(names, recorder.stats, strict=True)):
         arrived, seen, back = arrivals.get(index), attention.get(index), returned.get(index)

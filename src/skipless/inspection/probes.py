@@ -9,7 +9,7 @@ that only the row between says whether rows see each other.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,8 @@ class Seen:
     """What a stack of blocks sees: leaks by kind ("future", "rows", "copied", "padding"), each with the first block,
     from 1, that has it; ordered, whether it tells orders of tokens apart, None where that was not asked; told_apart,
     how far apart two rows of other tokens are after the first block, over their norm; unsteady, the first block that
-    does not give the same twice; read, whether what the model gives changes with the last token; wired, by block. note:
-    why nothing was asked."""
+    does not give the same twice; read, whether what the model gives changes with the last token; depends, whether it
+    changes with what its blocks read; wired, by block. note: why nothing was asked."""
 
     leaks: Mapping[str, int] = field(default_factory=dict)
     ordered: bool | None = None
@@ -48,16 +48,18 @@ class Seen:
     read: bool | None = None
     wired: tuple[Wired, ...] = ()
     note: str = ""
+    depends: bool | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A stack that is probed: its blocks, whether its stream is (T, rows, width), and whether it is made to see only
-    what came before."""
+    """A stack that is probed: its blocks, whether its stream is (T, rows, width), whether it is made to see only what
+    came before, and whether attention was seen in it."""
 
     blocks: Sequence[nn.Module]
     swapped: bool = False
     masked: bool = False
+    attends: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,20 +114,24 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
         compared = _Compared.of(x, y) if x and y else []
         of_images = plain.is_floating_point()
         found.append(
-            _of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal or stack.masked)
+            _of_images(compared, differ[1])
+            if of_images
+            else _of_ids(compared, differ[0], causal or stack.masked or (stack.attends and _one_ahead(compared)))
         )
     if any(each.leaks or each.ordered is False for each in found):
         again = _run(model, _with_rows(whole, name, plain), stacks)
         unsteady = [_first_apart(x, y) for x, y in zip(before.states, again.states, strict=True)]
         if any(each is not None for each in unsteady):
             return [Seen(unsteady=each) for each in unsteady]  # so a change says nothing
-    read = None if plain.is_floating_point() or len(stacks) > 1 else _changed(before.output, after.output)
+    alone = not plain.is_floating_point() and len(stacks) == 1
+    read = _changed(before.output, after.output, 0) if alone else None
+    depends = _changed(before.output, after.output, 2) if len(stacks) == 1 and _doubled(before, after) else None
     wired, start = [], 0
     for stack in stacks:
         wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
         start += len(stack.blocks)
     return [
-        Seen(each.leaks, each.ordered, each.told_apart, None, read if each.leaks == {} else None, own)
+        replace(each, read=read if each.leaks == {} else None, wired=own, depends=depends)
         for each, own in zip(found, wired, strict=True)
     ]
 
@@ -220,6 +226,14 @@ def _of_ids(compared: Sequence[_Compared], differ: bool, causal: bool) -> Seen:
     return Seen(_leaks(compared, differ, causal), ordered, told_apart)
 
 
+def _one_ahead(compared: Sequence[_Compared]) -> bool:
+    """Whether only the location before the last one sees it in the first block, and one more in the second: what looks
+    both ways sees further, so this is a causal mask that is off by one."""
+    length = compared[0].change.shape[1] if compared else 0
+    seen = [np.flatnonzero(each.change[0, :-1] > _SEEN * each.change[0, -1]).tolist() for each in compared[:2]]
+    return length > 5 and seen == [[length - 2], [length - 3, length - 2]][: len(seen)]
+
+
 def _told_apart(first: _Compared) -> float:
     """The lower median over locations of the distance between two rows, over their norm."""
     norms = (first.norms[0] + first.norms[1]) / 2
@@ -285,10 +299,16 @@ def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
     return next((block for block, (x, y) in pairs if not torch.allclose(x, y, rtol=1e-4, atol=1e-6)), None)
 
 
-def _changed(before: Tensor | None, after: Tensor | None) -> bool | None:
+def _doubled(before: _Ran, after: _Ran) -> bool:
+    """Whether the last block gives something else for the row that blocks read doubled."""
+    x, y = (each.states[0][-1:] for each in (before, after))
+    return bool(x) and bool(y) and float((x[0][2] - y[0][2]).norm()) > _MIXED * float(x[0][2].norm())
+
+
+def _changed(before: Tensor | None, after: Tensor | None, row: int) -> bool | None:
     if before is None or after is None or before.shape != after.shape or len(before) != 3:
         return None
-    return not torch.equal(before[0], after[0])
+    return not torch.equal(before[row], after[row])
 
 
 def _ids(batch: Batch, decoder: bool) -> Tensor | None:

@@ -1,21 +1,27 @@
 """Remarks: what may be meant, or takes no signal away, said as a note and not as a verdict."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.evidence import CUTS, Evidence, drawn_otherwise, listed
+from skipless.inspection.evidence import CUTS, Evidence, listed
 from skipless.inspection.gradients import Weight
 from skipless.inspection.inputs import logits_of
 from skipless.inspection.inspection import BlockSignal
 from skipless.inspection.probes import Seen, drowned
+from skipless.inspection.siblings import set_apart
 from skipless.inspection.stacks import Block, plain_lists
+from skipless.inspection.statistics import fetched
 
 _DROPPED = 0.9  # a share that no one drops on purpose
 _BOTH_WAYS = ("ForMaskedLM", "ForTokenClassification", "ForImageClassification", "VisionModel")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_SUM = 0.02  # by how much weights may miss a sum of 1
+_FACTORS = (0.2, 0.75)  # of all shortcuts: below, the stream is normalised; above, it may be weighted
 _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 
@@ -33,8 +39,11 @@ def remarks(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen:
     yield from _unused(evidence)
     yield from _straight(names, evidence)
     yield from _looks_back(model, evidence.signals[1:])
-    yield from _drawn_otherwise(names, evidence.weights)
     yield from _batch_norms(blocks)
+    yield from _attending(names, evidence)
+    yield from _behind(names, evidence)
+    yield from _gains(evidence)
+    yield from set_apart(blocks, names, evidence)
 
 
 def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
@@ -60,6 +69,11 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
         yield (
             "What the model gives does not change with the last token, so it is read from an earlier location, which "
             "has not seen what follows it. Where one location is to stand for all, read the last one."
+        )
+    if seen.depends is False:
+        yield (
+            "What the model gives does not change with what its blocks read, so its head does not read them: look "
+            "behind the last block for what is handed to the head."
         )
 
 
@@ -102,6 +116,54 @@ def _straight(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
         )
 
 
+def _behind(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """An activation on what a branch adds, so that it adds with one sign."""
+    found = {name: each.behind for name, each in zip(names, evidence.wired, strict=False) if each.behind}
+    if found:
+        matrix, activation = next(iter(found.values()))
+        which = _blocks(list(found)).rstrip(",")
+        yield (
+            f"In {which[0].lower()}{which[1:]}, an activation ({activation}) reads what {matrix} gives, the last "
+            "matrix of a branch, so that the branch adds nothing below a bound. It belongs between the two matrices."
+        )
+
+
+def _attending(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """Weights of attention that are no weights, and a scale that all blocks have."""
+    sums = {n: w.sums for n, w in zip(names, evidence.wired, strict=False) if w.sums and not _is_one(w.sums)}
+    if sums:
+        low, high = next(iter(sums.values()))
+        which = _blocks(list(sums)).rstrip(",")
+        yield (
+            f"In {which[0].lower()}{which[1:]}, the weights by which attention takes values do not sum to 1 for each "
+            f"query, but to {low:.2g} … {high:.2g}. Look for a softmax that is missing, runs over another axis than "
+            "that of keys, or is followed by a mask or a factor."
+        )
+    scaled = [(w.scale or 0.0) * w.head_width**0.5 for w in evidence.wired if w.head_width > 1]
+    if len(scaled) == len(evidence.wired) > 0 and all(abs(each - 1.0) < 1e-3 for each in scaled):
+        yield (
+            f"Scores of every block are multiplied by 1/{evidence.wired[0].head_width}, one over the width of a head, "
+            "where the root of it is usual: the scale may be applied twice. µP does so on purpose."
+        )
+
+
+def _is_one(sums: tuple[float, float]) -> bool:
+    return all(abs(each - 1.0) < _SUM for each in sums)
+
+
+def _gains(evidence: Evidence) -> Iterator[str]:
+    """A factor on the shortcut of every block."""
+    gains = [each.gain for each in evidence.wired if each.gain is not None]
+    if len(gains) < max(len(evidence.wired), 2) or not _FACTORS[0] < min(gains) <= max(gains) < _FACTORS[1]:
+        return
+    if max(gains) < 1.1 * min(gains):
+        yield (
+            f"Every block passes on what it reads with a factor of {median(gains):.2g}, so that "
+            f"{math.prod(gains):.2g} of what enters is left behind the last one. Look for a factor on the stream "
+            "itself; one on a branch leaves the shortcut alone."
+        )
+
+
 def _looks_back(model: nn.Module, signals: Sequence[BlockSignal]) -> Iterator[str]:
     """A causal mask in every block of a model whose class says that it is to read both ways."""
     ahead = [each.attention_ahead for each in signals]
@@ -117,6 +179,7 @@ def of_model(model: nn.Module, output: Any, cut: Sequence[str]) -> Iterator[str]
     yield from _untied(model)
     yield from _embedding_cut(model, cut)
     yield from _unregistered(model)
+    yield from _positions(model)
     try:
         logits = logits_of(output)
     except ValueError:
@@ -149,6 +212,20 @@ def _probabilities(logits: Tensor) -> bool:
     return bool((some >= 0).all()) and bool((some.sum(-1) - 1.0).abs().max() < 1e-2)
 
 
+@torch.no_grad()
+def _positions(model: nn.Module) -> Iterator[str]:
+    """Tables of positions in which one is the same as the one before it. Zeros are a known way to start."""
+    tables = {n: p for n, p in model.named_parameters() if "pos" in n.lower() or "wpe" in n.lower()}
+    tables = {n: p.detach().flatten(0, -2) for n, p in tables.items() if p.dim() > 1 and p.shape[-1] > 1}
+    same = [((t[1:] == t[:-1]).all(-1) & t[1:].any(-1)).sum() for t in tables.values()]
+    for (name, table), count in zip(tables.items(), fetched(same), strict=True):
+        if count > 0:
+            yield (
+                f"{int(count)} of the {len(table)} rows of {name} are the same as the row before them, so that "
+                "these positions are not told apart."
+            )
+
+
 def _unregistered(model: nn.Module) -> Iterator[str]:
     for name in plain_lists(model):
         yield (
@@ -174,18 +251,6 @@ def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
             yield (
                 f"{listed(odd)} of block {name} {'is' if len(odd) == 1 else 'are'} frozen, while those of the other "
                 "blocks learn. If that is not meant: requires_grad_(True)."
-            )
-
-
-def _drawn_otherwise(names: Sequence[str], weights: Sequence[Mapping[str, Weight]]) -> Iterator[str]:
-    """A block that was initialised in another way than its siblings."""
-    for block, name in enumerate(names, start=1):
-        ratio = drawn_otherwise(weights, block)
-        if ratio is not None:
-            size = f"{ratio:.2g} times larger" if ratio > 1 else f"{1 / ratio:.2g} times smaller"
-            yield (
-                f"All matrices of block {name} are {size} than those of the other blocks, which agree: it was drawn or "
-                "scaled otherwise. If that is not meant: initialise it as the others are."
             )
 
 

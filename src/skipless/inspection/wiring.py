@@ -1,14 +1,16 @@
 """Wiring: how a block is put together, seen while a few rows run through it.
 
-torch's products, softmaxes and attention calls inside every block are watched: which result goes where unchanged, and
-by what a score is multiplied. In a second run the last row of what each block reads is twice what it was, which tells
-what its shortcut carries from what its branches add. Nothing is read off a GPU before both runs are over.
+torch's calls inside every block are counted, and its products, softmaxes and attention are watched: which result goes
+where unchanged, by what a score is multiplied, and what the weights of a query sum to. In a second run the last row of
+what each block reads is twice what it was, which tells what its shortcut carries from what its branches add. Nothing is
+read off a GPU before both runs are over. Norms are asked by themselves.
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,8 +27,13 @@ from skipless.inspection.statistics import fetched, wide
 _LINEAR = (F.linear, torch.addmm)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "softplus", "hardswish")
+_ASKING = ("__get__", "size", "dim", "numel", "is_floating_point", "__len__", "data_ptr", "stride")  # of no numbers
 _HIDDEN = -1e4  # scores below this are of keys that a mask hides
 _CHANCE = 0.08  # of a gain: far below the difference between a shortcut that is there and one that is not
+_IDLE = 0.2  # by how much what a norm gives may change with a location's size; 1 or more where it does nothing
+_SIZES = (4.0, 16.0, 64.0)  # by which three locations are multiplied to see that
+_NOT_BY_LOCATION = ("batch", "group", "instance", "sync", "nonorm", "2d", "3d", "weightnorm", "spectral")
 _FITS = 0.999  # share of the scores' variance that products of queries and keys explain where nothing else is added
 
 
@@ -36,12 +43,19 @@ class Wired:
     where that was not seen. mixed: "result" or "values" where these are cut into heads without moving the axis of
     heads, so that heads are taken for locations. straight: two matrices of which the first makes the stream wider and
     the second reads just that. gain: what is added to the output when the input is doubled, in units of the input: 1
-    with a plain shortcut whose branches are normalised, 0 where the shortcut is."""
+    with a plain shortcut whose branches are normalised, 0 where the shortcut is. sums: the least and the largest sum of
+    the weights by which a query takes values, where these come from no softmax. behind: an activation that reads what
+    the last matrix of a branch gives. operations: how often the block calls each of torch's functions. head_width: of
+    queries and keys, where the scale was seen."""
 
     scale: float | None = None
     mixed: str = ""
     straight: tuple[str, str] | None = None
     gain: float | None = None
+    sums: tuple[float, float] | None = None
+    behind: tuple[str, str] | None = None
+    operations: Counter[str] = field(default_factory=Counter)
+    head_width: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +66,7 @@ class _Product:
     version: int
     name: str
     wider: bool
+    narrower: bool
 
     def is_read(self, x: Tensor) -> bool:
         same = x.data_ptr() == self.out.data_ptr() and x.numel() == self.out.numel()
@@ -70,11 +85,16 @@ class Wiring(TorchFunctionMode):
         self._names = [{id(p): name for name, p in block.named_parameters()} for block in blocks]
         self._straight: dict[int, tuple[str, str]] = {}
         self._scales: dict[int, list[float | tuple[Tensor, float]]] = {}
+        self._head_widths: dict[int, int] = {}
         self._orders: list[tuple[int, str, Tensor, Tensor]] = []
+        self._behind: dict[int, tuple[str, str]] = {}
+        self._bounds: dict[int, Tensor] = {}
+        self._operations: dict[int, Counter[str]] = {index: Counter() for index in range(len(self.blocks))}
         self._twice: dict[int, Tensor] = {}
         self._once: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._block: int | None = None
+        self._width = 0
         self._forget()
 
     @contextmanager
@@ -96,7 +116,8 @@ class Wiring(TorchFunctionMode):
         slopes = [(index, each) for index, every in self._scales.items() for each in every]
         measured = [each for _, each in slopes if isinstance(each, tuple)]
         orders = [flag for *_, same, right in self._orders for flag in (same, right)]
-        numbers = iter(fetched([*(gram for gram, _ in measured), *orders, *self._sums.values()]))
+        bounds = [*self._bounds.values()]
+        numbers = iter(fetched([*(gram for gram, _ in measured), *orders, *self._sums.values(), *bounds]))
         scales: dict[int, float] = {}
         for index, each in slopes:
             scale = each if not isinstance(each, tuple) else _slope(next(numbers), each[1])
@@ -108,24 +129,36 @@ class Wiring(TorchFunctionMode):
             if same and not right:
                 mixed.setdefault(index, kind)
         gains = {index: _gain(next(numbers), self._twice[index].shape[-1]) for index in self._sums}
+        sums = {index: (float(low), float(high)) for index, (low, high) in zip(self._bounds, numbers, strict=True)}
         return [
-            Wired(scales.get(index), mixed.get(index, ""), self._straight.get(index), gains.get(index))
+            Wired(
+                scales.get(index),
+                mixed.get(index, ""),
+                self._straight.get(index),
+                gains.get(index),
+                sums.get(index),
+                self._behind.get(index),
+                self._operations[index],
+                self._head_widths.get(index, 0),
+            )
             for index in range(len(self.blocks))
         ]
 
     def _forget(self) -> None:
         self._products: list[_Product] = []
         self._scores: tuple[Tensor, int] | None = None
+        self._asked = False  # whether queries and keys were multiplied
         self._weights: Tensor | None = None
         self._result: Tensor | None = None
 
     def _before(self, index: int):
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            self._block = index
+            self._block = None
             self._forget()
             x = hidden([*args, *kwargs.values()])
             if is_called(module) and x.dim() > 2:
                 self._twice[index] = 2 * x.select(self._rows[index], -1)
+            self._block, self._width = index, x.shape[-1]
 
         return hook
 
@@ -162,8 +195,10 @@ class Wiring(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._block is not None and isinstance(out, Tensor):
-            self._heard(self._block, func, (args, kwargs), out)
+        if self._block is not None and func.__name__ not in _ASKING:
+            self._operations[self._block][_called(func, args, kwargs)] += 1
+            if isinstance(out, Tensor):
+                self._heard(self._block, func, (args, kwargs), out)
         return out
 
     def _heard(self, index: int, func, given: tuple[tuple, dict], out: Tensor) -> None:
@@ -174,13 +209,19 @@ class Wiring(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention:
             q, v, scale = args[0], args[2], kwargs.get("scale")
             width = q.shape[-1] ** 0.5
+            self._head_widths.setdefault(index, q.shape[-1])
             self._scales.setdefault(index, []).append(1.0 if scale is None else float(scale) * width)
             self._values(index, v)
             self._result = out
         elif func in _PRODUCTS and out.dim() == 4:
             self._product(index, func, [each for each in args if isinstance(each, Tensor)], out)
         elif func in _SOFTMAX and out.dim() == 4:
-            self._softmax(index, args[0] if args else kwargs["input"], out)
+            axis = args[1] if len(args) > 1 else kwargs.get("dim")
+            self._softmax(index, args[0] if args else kwargs["input"], out if axis in (-1, 3) else None)
+        elif _plain(func) in ACTIVATIONS and args and isinstance(args[0], Tensor):
+            last = next((each for each in self._products if each.narrower and each.is_read(args[0])), None)
+            if last is not None:
+                self._behind[index] = (last.name, _plain(func))
 
     def _matrix(self, index: int, x: Tensor, name: str | None, out: Tensor) -> None:
         straight = next((each for each in self._products if each.wider and each.is_read(x)), None)
@@ -190,7 +231,9 @@ class Wiring(TorchFunctionMode):
             self._merged(index, x, self._result)
             self._result = None
         if name is not None:
-            self._products.append(_Product(out, out._version, name, out.shape[-1] > x.shape[-1]))
+            read, given = x.shape[-1], out.shape[-1]
+            narrower = read > given == self._width  # back to the stream's width
+            self._products.append(_Product(out, out._version, name, given > read, narrower))
 
     def _product(self, index: int, func, operands: list[Tensor], out: Tensor) -> None:
         weights = self._weights
@@ -200,12 +243,22 @@ class Wiring(TorchFunctionMode):
                 self._values(index, operands[-1])
                 self._result = out
             self._weights = None
+        elif (self._asked or weights is not None) and _is_square(operands[0]) and not _is_square(out):
+            self._weighted(index, operands[0])
         elif weights is None and len(operands) == 2:
-            self._scores = out[0].clone(), operands[0].shape[-1]
+            self._scores, self._asked = (out[0].clone(), operands[0].shape[-1]), True
 
-    def _softmax(self, index: int, scores: Tensor, out: Tensor) -> None:
+    def _weighted(self, index: int, weights: Tensor) -> None:
+        """Values are taken by weights (rows, heads, T, T) that are no softmax over keys, nor a part of one."""
+        softmax = self._weights
+        if softmax is None or weights.untyped_storage().data_ptr() != softmax.untyped_storage().data_ptr():
+            sums = weights[0].to(wide(weights)).sum(-1)
+            self._bounds.setdefault(index, torch.stack(sums.aminmax()))
+
+    def _softmax(self, index: int, scores: Tensor, out: Tensor | None) -> None:
         if self._scores is not None and self._scores[0].shape == scores.shape[1:]:
             products, width = self._scores
+            self._head_widths.setdefault(index, width)
             self._scales.setdefault(index, []).append((_together(products, scores[0]), width**0.5))
         self._scores, self._weights = None, out
 
@@ -234,6 +287,79 @@ class Wiring(TorchFunctionMode):
         locations."""
         same, right = ((entries == each.reshape(-1)).all(-1).any() for each in (heads, heads.transpose(0, 1)))
         self._orders.append((index, kind, same, right))
+
+
+@torch.no_grad()
+def idle_norms(blocks: Sequence[nn.Module]) -> list[tuple[str, ...]]:
+    """By block, the norms that do not bring every location to one size, whatever it was.
+
+    Each is given three locations, and the same three multiplied by 4, 16 and 64. A norm over channels gives the same
+    for both; one over locations, one that does nothing and one with a large epsilon do not. Where a norm refuses these,
+    it is not asked.
+    """
+    inputs: dict[tuple, Tensor] = {}
+    given: dict[tuple, list[tuple[int, str, Tensor]]] = {}
+    for index, block in enumerate(blocks):
+        for name, norm, weight in _norms(block):
+            key = (weight.numel(), weight.dtype, weight.device)
+            if key not in inputs:
+                x = torch.randn(1, len(_SIZES), weight.numel(), generator=torch.Generator().manual_seed(0))
+                inputs[key] = torch.cat([x, x * torch.tensor(_SIZES)[:, None]], dim=1).to(weight)
+            try:
+                out = norm(inputs[key])
+            except Exception:  # it reads something else
+                continue
+            if isinstance(out, Tensor) and out.shape == inputs[key].shape:
+                given.setdefault(key, []).append((index, name, out))
+    changes = []
+    for every in given.values():
+        plain, larger = torch.stack([out for *_, out in every]).float().chunk(2, dim=2)
+        changes.append((larger - plain).flatten(1).norm(dim=1) / plain.flatten(1).norm(dim=1))
+    idle: list[list[str]] = [[] for _ in blocks]
+    for every, shares in zip(given.values(), fetched(changes), strict=True):
+        for (index, name, _), share in zip(every, shares, strict=True):
+            if share > _IDLE:
+                idle[index].append(name)
+    return [tuple(names) for names in idle]
+
+
+def _norms(block: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """(name, norm, its weight) of those that are to normalise each location by itself."""
+    for name, module in block.named_modules():
+        kind, weight = type(module).__name__.lower(), next(module.parameters(recurse=False), None)
+        by_location = "norm" in kind and not any(word in kind for word in _NOT_BY_LOCATION)
+        leaf = next(module.children(), None) is None and getattr(module, "data_format", "") != "channels_first"
+        if by_location and leaf and weight is not None and weight.dim() == 1 and weight.numel() > 1:
+            yield name, module, weight
+
+
+def _is_square(x: Tensor) -> bool:
+    return x.dim() == 4 and x.shape[-1] == x.shape[-2] > 1
+
+
+def _plain(func) -> str:
+    """The name of a function of torch: one for add, add_, __add__, __radd__ and __iadd__."""
+    name = func.__name__.strip("_")
+    return name[1:] if name[:1] in ("r", "i") and name[1:] in _ARITHMETIC else name
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "matmul", "pow")
+
+
+def _called(func, args: tuple, kwargs: dict) -> str:
+    """The same with the numbers and truth values that it is given."""
+    given = [*_numbers(args), *(f"{word}={value}" for word in sorted(kwargs) for value in _numbers([kwargs[word]]))]
+    return f"{_plain(func)}({', '.join(given)})"
+
+
+def _numbers(values: Iterable) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _numbers(value)
+        elif isinstance(value, float):
+            yield f"{value:.6g}"
+        elif isinstance(value, bool | int):
+            yield str(value)
 
 
 def _gain(gram: np.ndarray, width: int) -> float | None:

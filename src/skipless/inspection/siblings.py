@@ -1,0 +1,256 @@
+"""Siblings: blocks that are built alike and read against each other, in what they hold and in what they call.
+
+Nothing here needs a number of the signal. A block that differs from all others, which agree, is pointed out. It may be
+meant, so that these are notes; where blocks differ by turns, or the first is built otherwise, nothing is said.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from statistics import median
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.inspection.evidence import Evidence, listed, odd_parameters
+from skipless.inspection.gradients import Weight
+from skipless.inspection.stacks import Block
+from skipless.inspection.statistics import fetched
+from skipless.inspection.wiring import ACTIVATIONS
+
+_FEWEST = 4  # blocks, of which three have to agree
+_RATIO = math.log(1.5)  # of sizes: random matrices of one draw are nearer to each other
+_SPREAD = 3.0  # the same, over what the others differ by
+_EXACT = 0.01  # the same where the others do not differ at all
+_AGREE = math.log(1.3)  # by how much those of the others may differ
+_CALLS = 6  # that are listed
+_MOST_ENTRIES = 2**22  # of a buffer, over all blocks
+
+
+def set_apart(blocks: Sequence[Block], names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """A sentence or two on each block that differs from the others."""
+    yield from _sizes(names, evidence)
+    if len(blocks) >= _FEWEST:
+        held = [_held(block) for _, block in blocks]
+        yield from _numbers(names, held)
+        yield from _classes(names, held)
+        yield from _buffers(names, [block for _, block in blocks])
+        yield from _operations(names, held, evidence)
+    yield from _counted(blocks)
+
+
+def _odd(values: Sequence[Hashable]) -> int | None:
+    """The one of four or more that differs from all others, which agree."""
+    counts = Counter(values)
+    if len(values) < _FEWEST or len(counts) != 2 or min(counts.values()) != 1:
+        return None
+    return values.index(min(counts, key=lambda value: counts[value]))
+
+
+def _sizes(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """Parameters of another size than those of the same name in the other blocks."""
+    weights = evidence.weights
+    for block, name in enumerate(names, start=1):
+        said = {label for label, _ in odd_parameters(weights, evidence.cousins, block)}
+        ratios = {n: r for n in weights[block - 1] if n not in said and (r := _ratio(weights, n, block)) is not None}
+        if not ratios:
+            continue
+        matrices = [n for n, w in weights[block - 1].items() if w.matrix]
+        odd = [n for n in matrices if n in ratios]
+        if len(odd) > 3 and len(odd) == len(matrices):
+            ratio = median(ratios[n] for n in odd)
+            yield (
+                f"All matrices of block {name} are {_times(ratio)} than those of the other blocks, which agree: it was "
+                "drawn or scaled otherwise. If that is not meant: initialise it as the others are."
+            )
+            continue
+        which = ", ".join(f"{label} ({_times(ratio)})" for label, ratio in [*ratios.items()][:3])
+        more = f" and {len(ratios) - 3} more" if len(ratios) > 3 else ""
+        yield (
+            f"Block {name} has parameters of another size than the other blocks, which agree: {which}{more}. If that "
+            "is not meant: look at how they are initialised, scaled (twice?) and loaded."
+        )
+
+
+def _ratio(weights: Sequence[Mapping[str, Weight]], label: str, block: int) -> float | None:
+    """A parameter's size over that of the others, where it is odd; infinite where all others are zero."""
+    others = [w[label].size for b, w in enumerate(weights, start=1) if b != block and label in w]
+    own = weights[block - 1][label].size
+    if len(others) < _FEWEST - 1 or not all(map(math.isfinite, [*others, own])):
+        return None
+    if not any(others):
+        return math.inf if own > 0 else None
+    if min(others) <= 0 or own <= 0:
+        return None
+    spread, ratio = math.log(max(others) / min(others)), own / median(others)
+    least = max(_RATIO, _SPREAD * spread) if spread > 0 else _EXACT
+    return ratio if spread < _AGREE and abs(math.log(ratio)) > least else None
+
+
+def _times(ratio: float) -> str:
+    if math.isinf(ratio):
+        return "where theirs are zero"
+    return f"{ratio:.2g} times larger" if ratio > 1 else f"{1 / ratio:.2g} times smaller"
+
+
+Held = Mapping[tuple[str, str], Hashable]  # of a module's name and an attribute's
+
+
+def _held(block: nn.Module) -> Held:
+    """What every module of a block is: its class, its plain values, its functions, and its parameters' shapes."""
+    found: dict[tuple[str, str], Hashable] = {}
+    for name, module in block.named_modules():
+        found[name, "class"] = type(module).__name__
+        for word, value in vars(module).items():
+            if not word.startswith("_") and word != "training" and (plain := _plain(value)) is not None:
+                found[name, word] = plain
+        for word, parameter in module.named_parameters(recurse=False):
+            found[name, f"shape of {word}"] = tuple(parameter.shape)
+            found[name, f"dtype of {word}"] = str(parameter.dtype)
+    return found
+
+
+def _plain(value: Any) -> Hashable:
+    if isinstance(value, bool | int | float | str):
+        return (type(value).__name__, value)
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return ("function", value.__name__)
+    return ("None", None) if value is None else None
+
+
+def _apart(held: Sequence[Held]) -> Iterator[tuple[int, tuple[str, str], Any, Any]]:
+    """(block from 0, where, its own value, that of all others)."""
+    for place in {place for each in held for place in each}:
+        values = [each.get(place) for each in held]
+        odd = _odd(values)
+        if odd is not None:
+            yield odd, place, values[odd], values[odd - 1]
+
+
+def _numbers(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
+    """A number or a function that one block has and no other. Whole numbers may be flags and windows, and are not said
+    to be odd."""
+    for odd, (module, word), own, others in sorted(_apart(held), key=lambda each: (each[0], each[1])):
+        kinds = [each[0] if isinstance(each, tuple) and len(each) == 2 else "" for each in (own, others)]
+        dtype = word.startswith("dtype of ")
+        if kinds in (["float", "float"], ["function", "function"]) or (
+            dtype and own is not None and others is not None
+        ):
+            place = ".".join(part for part in (module, word.removeprefix("dtype of ")) if part)
+            mine, theirs = (each if dtype else each[1] for each in (own, others))
+            what = "its dtype" if dtype else "it"
+            yield (
+                f"{place} of block {names[odd]} differs from that of the other blocks: {what} is {_short(mine)}, and "
+                f"{_short(theirs)} in all others. If that is not meant: give it the same."
+            )
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value).removeprefix("torch.")
+
+
+def _classes(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
+    """A module of another class in one block, whose parameters have the shapes of the others'. Where one of the two
+    does nothing, the block is made so."""
+    found = sorted(_apart(held), key=lambda each: (each[0], each[1]))
+    shaped = {odd for odd, (_, word), *_ in found if word.startswith("shape of ")}
+    for odd, (module, word), own, others in found:
+        if word != "class" or odd in shaped or "Identity" in (own, others) or own is None or others is None:
+            continue
+        yield (
+            f"{module or 'Block'} of block {names[odd]} is {_article(own)}, where all other blocks have "
+            f"{_article(others)}. If that is not meant: build it as the others are."
+        )
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
+
+
+def _buffers(names: Sequence[str], blocks: Sequence[nn.Module]) -> Iterator[str]:
+    """A tensor that is kept but does not learn, such as a mask or frequencies, unlike that of all other blocks."""
+    held = [dict(block.named_buffers()) for block in blocks]
+    stacks: dict[str, Tensor] = {}
+    for label in held[0]:
+        each = [buffers[label] for buffers in held if label in buffers]
+        alike = len(each) == len(held) and len({(b.shape, b.dtype, b.device) for b in each}) == 1
+        apart = len({b.data_ptr() for b in each}) > 1 and not each[0].is_meta
+        if alike and apart and 0 < each[0].numel() * len(each) <= _MOST_ENTRIES and not each[0].is_complex():
+            stacks[label] = torch.stack([b.flatten() for b in each])
+    same = [(stack[:, None] == stack[None, [0, -1]]).all(-1) for stack in stacks.values()]
+    for label, equal in zip(stacks, fetched(same), strict=True):
+        first, last = (_odd([bool(value) for value in equal[:, side]]) for side in (0, 1))
+        odd = last if first == 0 else first  # where the first is the odd one, it alone equals itself
+        if odd is not None:
+            yield (
+                f"{label}, a buffer of block {names[odd]}, holds other values than in all other blocks, where they are "
+                "the same. If that is not meant: look at how it is made, and at a file that it was loaded from."
+            )
+
+
+_KINDS = {
+    "add": "a sum",
+    "sub": "a difference",
+    "mul": "a product",
+    "truediv": "a division",
+    "linear": "a matrix",
+    "softmax": "a softmax over attention's scores",
+    "view_as_complex": "a rotation by position",
+    "detach": "a cut of the gradient",
+    "dropout": "a dropout",
+    "scaled_dot_product_attention": "attention",
+    "layer_norm": "a norm",
+    "rms_norm": "a norm",
+    **dict.fromkeys(ACTIVATIONS, "an activation"),
+}
+
+
+def _operations(names: Sequence[str], held: Sequence[Held], evidence: Evidence) -> Iterator[str]:
+    """A block that is built as all others and calls other functions of torch, or with other numbers."""
+    if len(evidence.wired) != len(names):
+        return
+    called = [each.operations for each in evidence.wired]
+    odd = _odd([frozenset(each.items()) for each in called])
+    if odd is None or any(block == odd for block, *_ in _apart(held)) or any("expert" in n for n, _ in held[odd]):
+        return  # built otherwise, so it is meant; experts are called as tokens come
+    common = called[odd - 1]
+    more, less = called[odd] - common, common - called[odd]
+    parts = [f"It has, beyond theirs: {_counts(more)}."] if more else []
+    parts += [f"It lacks: {_counts(less)}."] if less else []
+    yield (
+        f"Block {names[odd]} is built as the other blocks are and computes otherwise. {' '.join(parts)} If that is not "
+        "meant: look there for what is done twice, left out, or done in another way."
+    )
+
+
+def _counts(calls: Counter[str]) -> str:
+    words = []
+    for call, count in calls.items():
+        name = call.partition("(")[0]
+        kind = f"{_KINDS[name]}, " if name in _KINDS else ""
+        words.append(f"{kind}{call.removesuffix('()')}{f' {count} times' if count > 1 else ''}")
+    return "; ".join(words[:_CALLS]) + (f" and {len(words) - _CALLS} more" if len(words) > _CALLS else "")
+
+
+_INDEX = ("layer_idx", "layer_id", "layer_index", "layer_number")
+
+
+def _counted(blocks: Sequence[Block]) -> Iterator[str]:
+    """Two blocks that hold the same number as their own, by which a cache tells them apart."""
+    for word in _INDEX:
+        found: dict[str, list[Any]] = {}
+        for _, block in blocks:
+            for name, module in block.named_modules():
+                if isinstance(value := getattr(module, word, None), int):
+                    found.setdefault(name, []).append(value)
+        for name, values in found.items():
+            if len(values) == len(blocks) > 1 and len(set(values)) < len(values):
+                twice = next(value for value in values if values.count(value) > 1)
+                owners = [label for (label, _), value in zip(blocks, values, strict=True) if value == twice]
+                yield (
+                    f"{listed(owners)} have the same {'.'.join(filter(None, (name, word)))}, {twice}: a cache of keys "
+                    "and values that is kept by it mixes them up. Number blocks from 0 on."
+                )
+                return
