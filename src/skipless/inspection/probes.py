@@ -300,9 +300,13 @@ def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
 
 
 def _doubled(before: _Ran, after: _Ran) -> bool:
-    """Whether the last block gives something else for the row that blocks read doubled."""
+    """Whether the last block gives something else at every location of the row that blocks read doubled; a location
+    that starts at zero stays so."""
     x, y = (each.states[0][-1:] for each in (before, after))
-    return bool(x) and bool(y) and float((x[0][2] - y[0][2]).norm()) > _MIXED * float(x[0][2].norm())
+    if not x or not y:
+        return False
+    change, norms = (torch.linalg.vector_norm(each[2], dim=-1) for each in (x[0] - y[0], x[0]))
+    return bool((change > _MIXED * norms).all())
 
 
 def _changed(before: Tensor | None, after: Tensor | None, row: int) -> bool | None:
