@@ -1,4 +1,4 @@
-"""What an inspection says of the faults of the five catalogues, and of sound networks.
+"""What an inspection says of the faults of the six catalogues, and of sound networks.
 
 python -m tests.inspection.outcomes mistakes     # a table: found, with the right block, with the right cause
 """
@@ -11,7 +11,7 @@ from types import ModuleType
 from zlib import crc32
 
 import transformers
-from tests.inspection import catalogue, held_out, mistakes, oversights, slips
+from tests.inspection import bugs, catalogue, held_out, mistakes, oversights, slips
 from tests.inspection.catalogue import Case, Size, build
 
 from skipless.inspection.inspect import inspect
@@ -23,6 +23,7 @@ SETS: dict[str, ModuleType] = {
     "mistakes": mistakes,
     "slips": slips,
     "oversights": oversights,
+    "bugs": bugs,
 }
 
 
