@@ -107,4 +107,4 @@ class IdleNorm(nn.LayerNorm):
 def test_a_norm_that_does_not_normalise_is_told(norm, idle):
     if isinstance(norm, nn.LayerNorm):
         nn.init.normal_(norm.weight)
-    assert idle_norms([nn.ModuleDict({"norm": norm.eval()})]) == [("norm",) if idle else ()]
+    assert idle_norms([[("norm", norm.eval())]]) == [("norm",) if idle else ()]

@@ -34,7 +34,7 @@ class Evidence:
     """What faults are read from: the signals of a stack, input first, and by block from 1 the parameters, the norms of
     their matrices' gradients, the names of those that nothing depends on, and how the block is put together. leaks:
     what `probe` found, by kind. cousins: parameters of the network's other stacks, which stand in for siblings where a
-    stack has few. norms: by block the names of those that do not normalise."""
+    stack has few. norms: by block the names of those that do not normalise. padded: whether rows have padding."""
 
     signals: Sequence[BlockSignal]
     weights: Sequence[Mapping[str, Weight]] = ()
@@ -44,6 +44,7 @@ class Evidence:
     leaks: Mapping[str, int] = field(default_factory=dict)
     cousins: Sequence[Mapping[str, Weight]] = ()
     norms: Sequence[Sequence[str]] = ()
+    padded: bool = False
 
     @property
     def depth(self) -> int:

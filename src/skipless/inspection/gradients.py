@@ -159,6 +159,11 @@ class GradientTaker:
 
         return take
 
+    def missed(self, module: nn.Module) -> bool:
+        """Whether a module has parameters of its own that learn, and no gradient came to any of them."""
+        learning = [id(p) for p in module.parameters(recurse=False) if p.requires_grad]
+        return bool(learning) and not any(each in self._reached for each in learning)
+
     @property
     def taken(self) -> "list[BlockGradients]":
         """Norms of the gradients that were taken, by block; 0 where none came."""
@@ -174,6 +179,20 @@ class GradientTaker:
         used = {name.rpartition(".")[0] for name in reached}
         unused = [each.name for each in learning if _together(each.name).rpartition(".")[0] not in used]
         return tuple(unused) if reached else ()
+
+
+def reaches(output: Tensor, target: Tensor) -> bool:
+    """Whether a gradient would pass from one tensor to the other."""
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node is target.grad_fn:
+            return True
+        seen.add(node)
+        waiting += [function for function, _ in node.next_functions]
+    return False
 
 
 @dataclass(frozen=True)
@@ -226,7 +245,8 @@ def gradients_held(blocks: Sequence[tuple[str, nn.Module]]) -> list[BlockGradien
 class Weight:
     """One parameter of a block, or a part of a fused one: root mean square entry, not finite where an entry is not;
     empty, how many of its rows (experts, where it is three-dimensional) or columns are all zero; alike, whether its
-    rows are all the same, going by the first, a middle and the last; reads, the length of a row."""
+    rows are all the same, going by the first, a middle and the last; reads, the length of a row; zeros, the share of
+    entries that are zero."""
 
     group: str
     matrix: bool
@@ -235,6 +255,7 @@ class Weight:
     empty: int
     alike: bool = False
     reads: int = 1
+    zeros: float = 0.0
 
 
 @torch.no_grad()
@@ -250,8 +271,9 @@ def weights_of(blocks: Sequence[nn.Module]) -> list[dict[str, Weight]]:
     rows = [torch.linalg.vector_norm(whole, dim=1, dtype=wide(whole)) for whole in wholes]
     flat = [index for index, (*_, part) in enumerate(parts) if part.dim() == 2]
     columns = [torch.linalg.vector_norm(wholes[index], dim=0, dtype=torch.float32) for index in flat]
-    norms = fetched([*rows, *columns])
-    across = dict(zip(flat, norms[len(rows) :], strict=True))
+    norms = fetched([*rows, *columns, *(torch.count_nonzero(each) for each in wholes)])
+    counts = norms[len(rows) + len(columns) :]
+    across = dict(zip(flat, norms[len(rows) : len(rows) + len(columns)], strict=True))
     alike = _alike({i: wholes[i] for i, (*_, part) in enumerate(parts) if part.dim() > 1 and _may_be_alike(norms[i])})
     found: list[dict[str, Weight]] = [{} for _ in blocks]
     for index, (block, label, group, part) in enumerate(parts):
@@ -260,7 +282,8 @@ def weights_of(blocks: Sequence[nn.Module]) -> list[dict[str, Weight]]:
             size = float(np.linalg.norm(own)) / part.numel() ** 0.5
         empty = max(int((own == 0).sum()), int((across.get(index, own) == 0).sum())) * matrix
         reads = part.shape[-1] if part.dim() else 1
-        found[block][label] = Weight(group, matrix, part.numel(), size, empty, index in alike, reads)
+        zeros = 1.0 - float(counts[index]) / part.numel()
+        found[block][label] = Weight(group, matrix, part.numel(), size, empty, index in alike, reads, zeros)
     return found
 
 

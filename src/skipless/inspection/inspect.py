@@ -1,7 +1,8 @@
 """Inspect a transformer: measure what each block does to the signal, in full precision and in half, and judge it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from skipless.inspection.inputs import (
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.prediction import predict
 from skipless.inspection.probes import Seen, Watched, padding_seen, probe
-from skipless.inspection.remarks import of_model, remarks
+from skipless.inspection.remarks import idle_outside, not_learning, not_read, of_model, remarks
 from skipless.inspection.stacks import Block, find_blocks, find_stacks, listening, says_causal
 from skipless.inspection.statistics import ActivationStats, InspectOptions
 from skipless.inspection.wiring import idle_norms
@@ -85,8 +86,12 @@ def inspect(
         raise ValueError(_not_run(recorders))
     every = [block for recorder in complete for block in recorder.blocks]
     weights = dict(zip((name for name, _ in every), weights_of([block for _, block in every]), strict=True))
+    inside = {id(module) for recorder in recorders for _, block in recorder.blocks for module in block.modules()}
     with evaluating(model), uncompiled(model):
-        norms = dict(zip((name for name, _ in every), idle_norms([block for _, block in every]), strict=True))
+        outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+        *idle, beside = idle_norms([*(block.named_modules() for _, block in every), outside])
+    norms = dict(zip((name for name, _ in every), idle, strict=True))
+    notes += [*idle_outside(beside)]
     seen = _probed(model, batch, complete)
     found = [
         _found((name, model, thresholds), recorder, taken, (weights, norms), each)
@@ -176,6 +181,7 @@ def _found(
         seen.leaks,
         cousins,
         [norms[block] for block, _ in recorder.blocks],
+        recorder.options.mask is not None,
     )
     verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, signals), thresholds)
     pictures = [stats.picture for stats in recorder.stats if stats.picture is not None]
@@ -282,20 +288,41 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
         with ExitStack() as listening:
             for recorder in recorders:
                 listening.enter_context(recorder)
+            called = listening.enter_context(_calls(model, recorders))
             output = model(*args, **kwargs)
-        notes = list(of_model(model, output, [each.blocks[0][0] for each in recorders if each.cut]))
+        ran = sorted((each for each in recorders if each.last is not None), key=lambda each: -each.started)
+        cut = [each.blocks[0][0] for each in recorders if each.cut]
+        notes = list(of_model(model, batch, output, cut))
+        notes += [note for each in ran for note in not_read(output, each.last, each.blocks[-1][0])]
         if loss is not None:
             loss(output).backward()
         del output  # the head's part of the graph is not needed
-        ran = sorted((each for each in recorders if each.last is not None), key=lambda each: -each.started)
         for number, recorder in enumerate(ran if loss is None else []):
             last = recorder.last
             if last is not None and last.requires_grad and not recorder.reached:
                 recorder.sent = True
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
+        before = [name for name, began in called.items() if ran and began < ran[0].started]
+        notes += [*not_learning([n for n in before if not cut and taker.missed(model.get_submodule(n))])]
         for recorder in recorders:
             recorder.forget()
     return dict(zip((name for name, _ in every), taker.taken, strict=True)), notes
+
+
+@contextmanager
+def _calls(model: nn.Module, recorders: Sequence[Recorder]) -> Generator[dict[str, float]]:
+    """When modules outside the blocks were first called, filled while this is open."""
+    inside = {id(module) for recorder in recorders for _, block in recorder.blocks for module in block.modules()}
+    found: dict[str, float] = {}
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            leaf = next(module.children(), None) is None and next(module.parameters(recurse=False), None) is not None
+            if leaf and id(module) not in inside:
+                note = module.register_forward_pre_hook(
+                    lambda *_, name=name: found.setdefault(name, time.perf_counter()) and None
+                )
+                hooks.callback(note.remove)
+        yield found
 
 
 def assemble(

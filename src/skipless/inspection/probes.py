@@ -38,8 +38,8 @@ class Seen:
     """What a stack of blocks sees: leaks by kind ("future", "rows", "copied", "padding"), each with the first block,
     from 1, that has it; ordered, whether it tells orders of tokens apart, None where that was not asked; told_apart,
     how far apart two rows of other tokens are after the first block, over their norm; unsteady, the first block that
-    does not give the same twice; read, whether what the model gives changes with the last token; depends, whether it
-    changes with what its blocks read; wired, by block. note: why nothing was asked."""
+    does not give the same twice; read, whether what the model gives changes with the last token; early, whether it
+    changes at earlier locations with it, though no block does; wired, by block. note: why nothing was asked."""
 
     leaks: Mapping[str, int] = field(default_factory=dict)
     ordered: bool | None = None
@@ -48,7 +48,7 @@ class Seen:
     read: bool | None = None
     wired: tuple[Wired, ...] = ()
     note: str = ""
-    depends: bool | None = None
+    early: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,14 +124,14 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
         if any(each is not None for each in unsteady):
             return [Seen(unsteady=each) for each in unsteady]  # so a change says nothing
     alone = not plain.is_floating_point() and len(stacks) == 1
-    read = _changed(before.output, after.output, 0) if alone else None
-    depends = _changed(before.output, after.output, 2) if len(stacks) == 1 and _doubled(before, after) else None
+    read = _changed(before.output, after.output) if alone else None
+    early = alone and _early(before, after)
     wired, start = [], 0
     for stack in stacks:
         wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
         start += len(stack.blocks)
     return [
-        replace(each, read=read if each.leaks == {} else None, wired=own, depends=depends)
+        replace(each, read=read if each.leaks == {} else None, wired=own, early=early)
         for each, own in zip(found, wired, strict=True)
     ]
 
@@ -299,20 +299,21 @@ def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
     return next((block for block, (x, y) in pairs if not torch.allclose(x, y, rtol=1e-4, atol=1e-6)), None)
 
 
-def _doubled(before: _Ran, after: _Ran) -> bool:
-    """Whether the last block gives something else at every location of the row that blocks read doubled; a location
-    that starts at zero stays so."""
-    x, y = (each.states[0][-1:] for each in (before, after))
-    if not x or not y:
+def _early(before: _Ran, after: _Ran) -> bool:
+    """Whether what the model gives at earlier locations changes with the last token, though the last block does not."""
+    if before.output is None or after.output is None or not before.states[0] or not after.states[0]:
         return False
-    change, norms = (torch.linalg.vector_norm(each[2], dim=-1) for each in (x[0] - y[0], x[0]))
-    return bool((change > _MIXED * norms).all())
+    given, states = before.output[0] - after.output[0], before.states[0][-1][0] - after.states[0][-1][0]
+    if given.dim() != 2 or len(given) != len(states):
+        return False
+    given, states = (torch.linalg.vector_norm(each.float(), dim=-1) for each in (given, states))
+    return bool((states[:-1].max() <= _SEEN * states[-1]) & (given[:-1].max() > _MIXED * given.max()))
 
 
-def _changed(before: Tensor | None, after: Tensor | None, row: int) -> bool | None:
+def _changed(before: Tensor | None, after: Tensor | None) -> bool | None:
     if before is None or after is None or before.shape != after.shape or len(before) != 3:
         return None
-    return not torch.equal(before[row], after[row])
+    return not torch.equal(before[0], after[0])
 
 
 def _ids(batch: Batch, decoder: bool) -> Tensor | None:

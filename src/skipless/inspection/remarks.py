@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.evidence import CUTS, Evidence, listed
-from skipless.inspection.gradients import Weight
+from skipless.inspection.gradients import Weight, reaches
 from skipless.inspection.inputs import logits_of
 from skipless.inspection.inspection import BlockSignal
 from skipless.inspection.probes import Seen, drowned
@@ -22,6 +22,9 @@ _BOTH_WAYS = ("ForMaskedLM", "ForTokenClassification", "ForImageClassification",
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SUM = 0.02  # by how much weights may miss a sum of 1
 _FACTORS = (0.2, 0.75)  # of all shortcuts: below, the stream is normalised; above, it may be weighted
+_MANY = 64  # numbers that do not lie between 0 and 1 by chance
+_BYTES = 32  # the largest number of an image that is not of bytes
+_TABLES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # what makes a stream of ids, sound or images
 _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 
@@ -33,16 +36,18 @@ def remarks(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen:
     yield from _dropped(blocks)
     yield from _epsilons(blocks)
     yield from _shared(blocks, names)
-    yield from _copies(names, evidence.weights)
     yield from _without_attention(names, evidence.signals[1:], evidence.weights)
     yield from _norms_of_zero(evidence)
     yield from _unused(evidence)
     yield from _straight(names, evidence)
+    yield from _open_gate(names, evidence)
     yield from _looks_back(model, evidence.signals[1:])
     yield from _batch_norms(blocks)
     yield from _attending(names, evidence)
     yield from _behind(names, evidence)
     yield from _gains(evidence)
+    yield from _first_hidden(names, evidence)
+    yield from _constants(evidence)
     yield from set_apart(blocks, names, evidence)
 
 
@@ -70,10 +75,11 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
             "What the model gives does not change with the last token, so it is read from an earlier location, which "
             "has not seen what follows it. Where one location is to stand for all, read the last one."
         )
-    if seen.depends is False:
+    if seen.early:
         yield (
-            "What the model gives does not change with what its blocks read, so its head does not read them: look "
-            "behind the last block for what is handed to the head."
+            "What the model gives at earlier locations changes with the last token, though no block sees the future: "
+            "its logits are shifted by a location. Look behind the last block for a roll or a slice; a loss shifts "
+            "labels once."
         )
 
 
@@ -139,12 +145,50 @@ def _attending(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
             f"query, but to {low:.2g} … {high:.2g}. Look for a softmax that is missing, runs over another axis than "
             "that of keys, or is followed by a mask or a factor."
         )
-    scaled = [(w.scale or 0.0) * w.head_width**0.5 for w in evidence.wired if w.head_width > 1]
-    if len(scaled) == len(evidence.wired) > 0 and all(abs(each - 1.0) < 1e-3 for each in scaled):
+    twice = [name for name, wired in zip(names, evidence.wired, strict=False) if wired.double]
+    if twice:
+        which = _blocks(twice).rstrip(",")
+        yield f"In {which[0].lower()}{which[1:]}, a softmax reads what a softmax gives. Leave one of them out."
+    scales = [wired.scale for wired in evidence.wired if wired.scale]
+    wired = evidence.wired[0] if evidence.wired else None
+    if wired is None or wired.head_width < 2 or len(scales) == 0 or max(scales) > 1.001 * min(scales):
+        return
+    known = {
+        wired.head_width**-0.5: "one over the width of a head: the scale may be applied twice. µP does so on purpose",
+        wired.heads**-0.5: "one over the root of the whole width",
+        float(wired.head_width): "the root of the width of a head, by which they are to be divided",
+    }
+    for value, words in known.items():
+        if abs(max(scales) / value - 1.0) < 1e-3 and abs(value - 1.0) > 1e-3:
+            yield (
+                f"Scores of every block are multiplied by {value / wired.head_width**0.5:.4g}, {words}. The usual "
+                "scale is one over the root of the width of a head."
+            )
+            return
+
+
+def _first_hidden(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """A key that no query sees."""
+    signals = zip(names, evidence.signals[1:], strict=False)
+    blind = [name for name, each in signals if each.attention_first == 0 and not evidence.padded]
+    if blind:
+        which = _blocks(blind).rstrip(",")
         yield (
-            f"Scores of every block are multiplied by 1/{evidence.wired[0].head_width}, one over the width of a head, "
-            "where the root of it is usual: the scale may be applied twice. µP does so on purpose."
+            f"In {which[0].lower()}{which[1:]}, no location puts any weight on the first one: a mask hides it. If that "
+            "is not meant: look for a mask that is off by one, or made for another token."
         )
+
+
+def _constants(evidence: Evidence) -> Iterator[str]:
+    """Weights of norms that are all one number, as at the start, and not 1; or 0, to which some norms add one."""
+    norms = [(n, w) for own in evidence.weights for n, w in own.items() if w.group == "norm" and "bias" not in n]
+    sizes, labels = [w.size for _, w in norms], [*dict.fromkeys(n for n, _ in norms)]
+    if len(sizes) < 4 or not 0 < min(sizes) <= max(sizes) < (1 + 1e-6) * min(sizes) or abs(sizes[0] - 1.0) < 1e-3:
+        return
+    yield (
+        f"{listed(labels)} of all blocks are {sizes[0]:.3g} throughout, where weights of norms start at 1. Look at how "
+        "norms are initialised, and whether one was added to weights that hold it already."
+    )
 
 
 def _is_one(sums: tuple[float, float]) -> bool:
@@ -164,6 +208,18 @@ def _gains(evidence: Evidence) -> Iterator[str]:
         )
 
 
+def _open_gate(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """A gated MLP whose gate has no activation."""
+    found = {name: each.open_gate for name, each in zip(names, evidence.wired, strict=False) if each.open_gate}
+    if found:
+        first, second = next(iter(found.values()))
+        which = _blocks(list(found)).rstrip(",")
+        yield (
+            f"In {which[0].lower()}{which[1:]}, what {first} and {second} give is multiplied as it is: the activation "
+            "of a gate is missing."
+        )
+
+
 def _looks_back(model: nn.Module, signals: Sequence[BlockSignal]) -> Iterator[str]:
     """A causal mask in every block of a model whose class says that it is to read both ways."""
     ahead = [each.attention_ahead for each in signals]
@@ -174,9 +230,46 @@ def _looks_back(model: nn.Module, signals: Sequence[BlockSignal]) -> Iterator[st
         )
 
 
-def of_model(model: nn.Module, output: Any, cut: Sequence[str]) -> Iterator[str]:
-    """Of the whole model and of what it gives. cut: first blocks whose input hands no gradient back."""
+def idle_outside(names: Sequence[str]) -> Iterator[str]:
+    """Norms outside the blocks that do not normalise."""
+    if names:
+        verb = "does" if len(names) == 1 else "do"
+        yield (
+            f"{listed(names)} {verb} not normalise: what is given to {'it' if len(names) == 1 else 'them'} several "
+            "times larger comes out larger, or other locations change with it. Look at its axis and its epsilon, and "
+            "at whether it does anything at all."
+        )
+
+
+def not_learning(names: Sequence[str]) -> Iterator[str]:
+    """Modules that are called before the blocks, to no effect."""
+    if names:
+        verb, what = ("is", "its parameters get") if len(names) == 1 else ("are", "their parameters get")
+        yield (
+            f"{listed(names)} {verb} called before the blocks, and {what} no gradient: nothing that the blocks give "
+            f"depends on what is computed there. Look for a result that is not handed on, and for {CUTS}."
+        )
+
+
+def not_read(output: Any, last: Tensor | None, name: str) -> Iterator[str]:
+    """A head that reads something else than the last block, or reads it without a gradient."""
+    try:
+        logits = logits_of(output)
+    except ValueError:
+        return
+    if last is not None and last.grad_fn is not None and logits.grad_fn is not None and not reaches(logits, last):
+        yield (
+            f"What the last block ({name}) gives is not read: nothing that the model gives depends on it, or no "
+            f"gradient passes between them. Look behind the blocks for what is handed to the head, and for {CUTS}."
+        )
+
+
+def of_model(model: nn.Module, batch: Any, output: Any, cut: Sequence[str]) -> Iterator[str]:
+    """Of the whole model, of what it reads and of what it gives. cut: first blocks whose input hands no gradient
+    back."""
     yield from _untied(model)
+    yield from _frozen_outside(model)
+    yield from _pixels(batch)
     yield from _embedding_cut(model, cut)
     yield from _unregistered(model)
     yield from _positions(model)
@@ -189,13 +282,16 @@ def of_model(model: nn.Module, output: Any, cut: Sequence[str]) -> Iterator[str]
             "What the model gives are probabilities: none is negative and each location's sum to 1. Cross-entropy "
             "takes logits, since it has a softmax of its own: leave out the last one."
         )
+    elif _bounded(logits):
+        yield (
+            "All numbers that the model gives lie between 0 and 1, as behind a sigmoid. Cross-entropy takes logits, of "
+            "any size: leave out what bounds them."
+        )
 
 
 def _embedding_cut(model: nn.Module, cut: Sequence[str]) -> Iterator[str]:
     tables = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.weight.requires_grad
+        name for name, module in model.named_modules() if isinstance(module, _TABLES) and module.weight.requires_grad
     ]
     before = [name for name in tables if not any(name.startswith(f"{block.rpartition('.')[0]}.") for block in cut)]
     if cut and before:
@@ -223,6 +319,38 @@ def _positions(model: nn.Module) -> Iterator[str]:
             yield (
                 f"{int(count)} of the {len(table)} rows of {name} are the same as the row before them, so that "
                 "these positions are not told apart."
+            )
+
+
+def _bounded(logits: Tensor) -> bool:
+    some = logits.detach()[:2].to(torch.float32)
+    return some.numel() >= _MANY and some.shape[-1] > 1 and bool((some >= 0).all() & (some <= 1).all())
+
+
+def _frozen_outside(model: nn.Module) -> Iterator[str]:
+    """An embedding that does not learn, where nearly everything else does. Positions may be given."""
+    still = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _TABLES) and not module.weight.requires_grad and "pos" not in name.lower()
+    ]
+    others = [p.requires_grad for n, p in model.named_parameters() if n.rpartition(".")[0] not in still]
+    if still and others and sum(others) > 0.9 * len(others):
+        yield (
+            f"{listed(still)} {'is' if len(still) == 1 else 'are'} frozen, while nearly all other parameters learn. If "
+            "that is not meant: requires_grad_(True)."
+        )
+
+
+def _pixels(batch: Any) -> Iterator[str]:
+    """Images of whole bytes, where numbers of about 1 are read."""
+    images = batch.get("pixel_values") if isinstance(batch, Mapping) else batch
+    if isinstance(images, Tensor) and images.dim() == 4 and images.is_floating_point() and images.shape[1] in (1, 3):
+        low, high = (float(each) for each in images.aminmax())
+        if low >= 0 and _BYTES < high <= 255:
+            yield (
+                f"Images of the batch hold numbers of {low:.3g} to {high:.3g}: bytes, it seems. Models read them "
+                "divided by 255, less their mean and over their deviation: use the model's own image processor."
             )
 
 
@@ -311,21 +439,6 @@ def _shared(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
             f"{_blocks([names[index] for index in found])} share {listed(shared)}: they are the same parameters. If "
             "that is not meant: make a module for each block."
         )
-
-
-def _copies(names: Sequence[str], weights: Sequence[Mapping[str, Weight]]) -> Iterator[str]:
-    """Sizes of random matrices differ in some digit, unless they are the same."""
-    groups: dict[tuple, list[str]] = {}
-    for name, own in zip(names, weights, strict=True):
-        sizes = tuple((label, weight.size) for label, weight in own.items() if weight.matrix and weight.size > 0)
-        if len(sizes) > 1:
-            groups.setdefault(sizes, []).append(name)
-    for same in groups.values():
-        if len(same) > 1:
-            yield (
-                f"{_blocks(same)} hold the same weights. If that is not meant: look for a copy of one block, and for "
-                "a checkpoint whose names are off by one."
-            )
 
 
 def _without_attention(

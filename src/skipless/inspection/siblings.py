@@ -18,13 +18,14 @@ from skipless.inspection.evidence import Evidence, listed, odd_parameters
 from skipless.inspection.gradients import Weight
 from skipless.inspection.stacks import Block
 from skipless.inspection.statistics import fetched
-from skipless.inspection.wiring import ACTIVATIONS
+from skipless.inspection.wiring import ACTIVATIONS, INPUT
 
 _FEWEST = 4  # blocks, of which three have to agree
 _RATIO = math.log(1.5)  # of sizes: random matrices of one draw are nearer to each other
 _SPREAD = 3.0  # the same, over what the others differ by
 _EXACT = 0.01  # the same where the others do not differ at all
 _AGREE = math.log(1.3)  # by how much those of the others may differ
+_ZEROS = 0.1  # share of a matrix's entries
 _CALLS = 6  # that are listed
 _MOST_ENTRIES = 2**22  # of a buffer, over all blocks
 
@@ -32,13 +33,16 @@ _MOST_ENTRIES = 2**22  # of a buffer, over all blocks
 def set_apart(blocks: Sequence[Block], names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     """A sentence or two on each block that differs from the others."""
     yield from _sizes(names, evidence)
+    yield from _emptied(names, evidence.weights)
     if len(blocks) >= _FEWEST:
         held = [_held(block) for _, block in blocks]
         yield from _numbers(names, held)
         yield from _classes(names, held)
+        yield from _lacking(names, held)
         yield from _buffers(names, [block for _, block in blocks])
         yield from _operations(names, held, evidence)
     yield from _counted(blocks)
+    yield from _copies(blocks, names, evidence.weights)
 
 
 def _odd(values: Sequence[Hashable]) -> int | None:
@@ -89,6 +93,20 @@ def _ratio(weights: Sequence[Mapping[str, Weight]], label: str, block: int) -> f
     return ratio if spread < _AGREE and abs(math.log(ratio)) > least else None
 
 
+def _emptied(names: Sequence[str], weights: Sequence[Mapping[str, Weight]]) -> Iterator[str]:
+    """A matrix of which a part is zero, where those of the other blocks are whole."""
+    for label, weight in weights[0].items() if len(weights) >= _FEWEST else ():
+        if not weight.matrix or not all(label in own for own in weights):
+            continue
+        zeros = [own[label].zeros for own in weights]
+        odd = [index for index, share in enumerate(zeros) if share > _ZEROS]
+        if len(odd) == 1 and weights[odd[0]][label].size > 0:
+            yield (
+                f"{zeros[odd[0]]:.0%} of the entries of {label} of block {names[odd[0]]} are zero, where those of the "
+                "other blocks are not. If that is not meant: look for a mask, for pruning, and for a damaged file."
+            )
+
+
 def _times(ratio: float) -> str:
     if math.isinf(ratio):
         return "where theirs are zero"
@@ -104,7 +122,8 @@ def _held(block: nn.Module) -> Held:
     for name, module in block.named_modules():
         found[name, "class"] = type(module).__name__
         for word, value in vars(module).items():
-            if not word.startswith("_") and word != "training" and (plain := _plain(value)) is not None:
+            own = not word.startswith("_") and word != "training" and not hasattr(type(module), word)
+            if own and (plain := _plain(value)) is not None:
                 found[name, word] = plain
         for word, parameter in module.named_parameters(recurse=False):
             found[name, f"shape of {word}"] = tuple(parameter.shape)
@@ -153,16 +172,29 @@ def _short(value: Any) -> str:
 
 def _classes(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
     """A module of another class in one block, whose parameters have the shapes of the others'. Where one of the two
-    does nothing, the block is made so."""
+    does nothing, the block is made so, unless it is an activation that is missing."""
     found = sorted(_apart(held), key=lambda each: (each[0], each[1]))
     shaped = {odd for odd, (_, word), *_ in found if word.startswith("shape of ")}
     for odd, (module, word), own, others in found:
-        if word != "class" or odd in shaped or "Identity" in (own, others) or own is None or others is None:
+        if word != "class" or odd in shaped or own is None or others is None:
+            continue
+        if "Identity" in (own, others) and not any(each in f"{own}{others}".lower() for each in ACTIVATIONS):
             continue
         yield (
             f"{module or 'Block'} of block {names[odd]} is {_article(own)}, where all other blocks have "
             f"{_article(others)}. If that is not meant: build it as the others are."
         )
+
+
+def _lacking(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
+    """A parameter that one block's module does not have, though it is of the others' class."""
+    for odd, (module, word), own, others in sorted(_apart(held), key=lambda each: (each[0], each[1])):
+        alike = len({each.get((module, "class")) for each in held}) == 1
+        if own is None and others is not None and alike and word.startswith("shape of "):
+            yield (
+                f"{module} of block {names[odd]} has no {word.removeprefix('shape of ')}, and that of all other blocks "
+                "has one. If that is not meant: build it as the others are, and see that it is loaded."
+            )
 
 
 def _article(name: str) -> str:
@@ -197,9 +229,13 @@ _KINDS = {
     "truediv": "a division",
     "linear": "a matrix",
     "softmax": "a softmax over attention's scores",
-    "view_as_complex": "a rotation by position",
+    **dict.fromkeys(("view_as_complex", "cos", "sin"), "a rotation by position"),
+    "arange": "positions",
     "detach": "a cut of the gradient",
     "dropout": "a dropout",
+    "to": "a cast",
+    "neg": "a change of sign",
+    "masked_fill": "a mask",
     "scaled_dot_product_attention": "attention",
     "layer_norm": "a norm",
     "rms_norm": "a norm",
@@ -219,6 +255,8 @@ def _operations(names: Sequence[str], held: Sequence[Held], evidence: Evidence) 
     more, less = called[odd] - common, common - called[odd]
     parts = [f"It has, beyond theirs: {_counts(more)}."] if more else []
     parts += [f"It lacks: {_counts(less)}."] if less else []
+    if any(INPUT in call for call in more | less):
+        parts.append("So something in it reads what the block reads, where the others read a sum, or the other way.")
     yield (
         f"Block {names[odd]} is built as the other blocks are and computes otherwise. {' '.join(parts)} If that is not "
         "meant: look there for what is done twice, left out, or done in another way."
@@ -230,8 +268,41 @@ def _counts(calls: Counter[str]) -> str:
     for call, count in calls.items():
         name = call.partition("(")[0]
         kind = f"{_KINDS[name]}, " if name in _KINDS else ""
-        words.append(f"{kind}{call.removesuffix('()')}{f' {count} times' if count > 1 else ''}")
+        words.append(f"{kind}{call.replace('()', '')}{f' {count} times' if count > 1 else ''}")
     return "; ".join(words[:_CALLS]) + (f" and {len(words) - _CALLS} more" if len(words) > _CALLS else "")
+
+
+@torch.no_grad()
+def _copies(blocks: Sequence[Block], names: Sequence[str], weights: Sequence[Mapping[str, Weight]]) -> Iterator[str]:
+    """Matrices that several blocks hold alike, each its own. Those that all blocks start with may be made so, unless
+    they are all there is."""
+    parameters = [dict(block.named_parameters()) for _, block in blocks]
+    pairs: list[tuple[str, int, int, Tensor]] = []
+    matrices = [label for label, weight in weights[0].items() if weight.matrix and weight.size > 0] if weights else []
+    for label in matrices:
+        sizes: dict[float, int] = {}  # of random matrices they differ in some digit
+        for index, own in enumerate(weights):
+            first = sizes.setdefault(own[label].size, index) if label in own else index
+            one, two = (parameters[each].get(label.partition(" (")[0]) for each in (first, index))
+            if first != index and one is not None and two is not None and one.data_ptr() != two.data_ptr():
+                pairs.append((label, first, index, (one == two).all()))
+    groups: dict[str, dict[int, list[int]]] = {}
+    for (label, first, index, _), same in zip(pairs, fetched([same for *_, same in pairs]), strict=True):
+        if same:
+            groups.setdefault(label, {}).setdefault(first, [first]).append(index)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for label, own in groups.items():
+        for same in own.values():
+            found.setdefault(tuple(same), []).append(label)
+    for same, labels in found.items():
+        every = len(labels) == len(matrices) > 1
+        if every or len(same) < sum(labels[0] in own for own in weights):
+            which = f"{len(same)} blocks, from {names[same[0]]} to {names[same[-1]]}," if len(same) > 4 else ""
+            which = which or f"Blocks {', '.join(names[each] for each in same[:-1])} and {names[same[-1]]}"
+            yield (
+                f"{which} hold the same {'weights' if every else listed(labels)}. If that is not meant: look for a "
+                "copy of one block, and for a checkpoint whose names are off by one."
+            )
 
 
 _INDEX = ("layer_idx", "layer_id", "layer_index", "layer_number")

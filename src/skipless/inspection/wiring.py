@@ -28,6 +28,7 @@ _LINEAR = (F.linear, torch.addmm)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "softplus", "hardswish")
+INPUT = " of the block's input"  # of calls that read it
 _ASKING = ("__get__", "size", "dim", "numel", "is_floating_point", "__len__", "data_ptr", "stride")  # of no numbers
 _HIDDEN = -1e4  # scores below this are of keys that a mask hides
 _CHANCE = 0.08  # of a gain: far below the difference between a shortcut that is there and one that is not
@@ -45,8 +46,9 @@ class Wired:
     the second reads just that. gain: what is added to the output when the input is doubled, in units of the input: 1
     with a plain shortcut whose branches are normalised, 0 where the shortcut is. sums: the least and the largest sum of
     the weights by which a query takes values, where these come from no softmax. behind: an activation that reads what
-    the last matrix of a branch gives. operations: how often the block calls each of torch's functions. head_width: of
-    queries and keys, where the scale was seen."""
+    the last matrix of a branch gives. operations: how often the block calls each of torch's functions. head_width of
+    queries and keys and heads, how many: where the scale was seen. open_gate: two matrices that make the stream wider
+    and whose results are multiplied as they are. double: whether a softmax reads a softmax."""
 
     scale: float | None = None
     mixed: str = ""
@@ -56,6 +58,9 @@ class Wired:
     behind: tuple[str, str] | None = None
     operations: Counter[str] = field(default_factory=Counter)
     head_width: int = 0
+    heads: int = 1
+    open_gate: tuple[str, str] | None = None
+    double: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +90,18 @@ class Wiring(TorchFunctionMode):
         self._names = [{id(p): name for name, p in block.named_parameters()} for block in blocks]
         self._straight: dict[int, tuple[str, str]] = {}
         self._scales: dict[int, list[float | tuple[Tensor, float]]] = {}
-        self._head_widths: dict[int, int] = {}
+        self._head_widths: dict[int, tuple[int, int]] = {}
         self._orders: list[tuple[int, str, Tensor, Tensor]] = []
         self._behind: dict[int, tuple[str, str]] = {}
+        self._open: dict[int, tuple[str, str]] = {}
+        self._softmaxed: set[int] = set()
         self._bounds: dict[int, Tensor] = {}
         self._operations: dict[int, Counter[str]] = {index: Counter() for index in range(len(self.blocks))}
         self._twice: dict[int, Tensor] = {}
         self._once: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
         self._block: int | None = None
-        self._width = 0
+        self._width = self._input = 0
         self._forget()
 
     @contextmanager
@@ -139,7 +146,9 @@ class Wiring(TorchFunctionMode):
                 sums.get(index),
                 self._behind.get(index),
                 self._operations[index],
-                self._head_widths.get(index, 0),
+                *self._head_widths.get(index, (0, 1)),
+                self._open.get(index),
+                index in self._softmaxed,
             )
             for index in range(len(self.blocks))
         ]
@@ -158,7 +167,7 @@ class Wiring(TorchFunctionMode):
             x = hidden([*args, *kwargs.values()])
             if is_called(module) and x.dim() > 2:
                 self._twice[index] = 2 * x.select(self._rows[index], -1)
-            self._block, self._width = index, x.shape[-1]
+            self._block, self._width, self._input = index, x.shape[-1], x.data_ptr()
 
         return hook
 
@@ -196,10 +205,15 @@ class Wiring(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self._block is not None and func.__name__ not in _ASKING:
-            self._operations[self._block][_called(func, args, kwargs)] += 1
+            self._operations[self._block][f"{_called(func, args, kwargs)}{self._reads(args)}"] += 1
             if isinstance(out, Tensor):
                 self._heard(self._block, func, (args, kwargs), out)
         return out
+
+    def _reads(self, args: tuple) -> str:
+        """Whether a call reads the block's input itself."""
+        read = any(isinstance(each, Tensor) and each.data_ptr() == self._input for each in args)
+        return INPUT if read else ""
 
     def _heard(self, index: int, func, given: tuple[tuple, dict], out: Tensor) -> None:
         args, kwargs = given
@@ -209,7 +223,7 @@ class Wiring(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention:
             q, v, scale = args[0], args[2], kwargs.get("scale")
             width = q.shape[-1] ** 0.5
-            self._head_widths.setdefault(index, q.shape[-1])
+            self._head_widths.setdefault(index, (q.shape[-1], q.shape[1] if q.dim() == 4 else 1))
             self._scales.setdefault(index, []).append(1.0 if scale is None else float(scale) * width)
             self._values(index, v)
             self._result = out
@@ -218,6 +232,10 @@ class Wiring(TorchFunctionMode):
         elif func in _SOFTMAX and out.dim() == 4:
             axis = args[1] if len(args) > 1 else kwargs.get("dim")
             self._softmax(index, args[0] if args else kwargs["input"], out if axis in (-1, 3) else None)
+        elif _plain(func) == "mul" and len(args) == 2 and all(isinstance(each, Tensor) for each in args):
+            made = [next((p.name for p in self._products if p.wider and p.is_read(each)), "") for each in args]
+            if all(made) and made[0] != made[1]:
+                self._open[index] = (made[0], made[1])
         elif _plain(func) in ACTIVATIONS and args and isinstance(args[0], Tensor):
             last = next((each for each in self._products if each.narrower and each.is_read(args[0])), None)
             if last is not None:
@@ -256,9 +274,11 @@ class Wiring(TorchFunctionMode):
             self._bounds.setdefault(index, torch.stack(sums.aminmax()))
 
     def _softmax(self, index: int, scores: Tensor, out: Tensor | None) -> None:
+        if self._weights is not None and scores.data_ptr() == self._weights.data_ptr():
+            self._softmaxed.add(index)
         if self._scores is not None and self._scores[0].shape == scores.shape[1:]:
             products, width = self._scores
-            self._head_widths.setdefault(index, width)
+            self._head_widths.setdefault(index, (width, scores.shape[1]))
             self._scales.setdefault(index, []).append((_together(products, scores[0]), width**0.5))
         self._scores, self._weights = None, out
 
@@ -290,17 +310,18 @@ class Wiring(TorchFunctionMode):
 
 
 @torch.no_grad()
-def idle_norms(blocks: Sequence[nn.Module]) -> list[tuple[str, ...]]:
-    """By block, the norms that do not bring every location to one size, whatever it was.
+def idle_norms(groups: Sequence[Iterable[tuple[str, nn.Module]]]) -> list[tuple[str, ...]]:
+    """By group of modules, as of a block, the names of norms that do not bring every location to one size, whatever it
+    was.
 
     Each is given three locations, and the same three multiplied by 4, 16 and 64. A norm over channels gives the same
-    for both; one over locations, one that does nothing and one with a large epsilon do not. Where a norm refuses these,
-    it is not asked.
+    for both; one over locations, one that does nothing and one with a large epsilon do not. One that gives the same for
+    all locations does not either, unless that is zero. Where a norm refuses these, it is not asked.
     """
     inputs: dict[tuple, Tensor] = {}
     given: dict[tuple, list[tuple[int, str, Tensor]]] = {}
-    for index, block in enumerate(blocks):
-        for name, norm, weight in _norms(block):
+    for index, group in enumerate(groups):
+        for name, norm, weight in _norms(group):
             key = (weight.numel(), weight.dtype, weight.device)
             if key not in inputs:
                 x = torch.randn(1, len(_SIZES), weight.numel(), generator=torch.Generator().manual_seed(0))
@@ -314,18 +335,20 @@ def idle_norms(blocks: Sequence[nn.Module]) -> list[tuple[str, ...]]:
     changes = []
     for every in given.values():
         plain, larger = torch.stack([out for *_, out in every]).float().chunk(2, dim=2)
-        changes.append((larger - plain).flatten(1).norm(dim=1) / plain.flatten(1).norm(dim=1))
-    idle: list[list[str]] = [[] for _ in blocks]
+        sizes, apart = (each.flatten(1).norm(dim=1) for each in (plain, plain - plain[:, :, :1]))
+        changed = (larger - plain).flatten(1).norm(dim=1) / sizes
+        changes.append(changed.where((apart > 0) | (sizes == 0), math.inf))
+    idle: list[list[str]] = [[] for _ in groups]
     for every, shares in zip(given.values(), fetched(changes), strict=True):
         for (index, name, _), share in zip(every, shares, strict=True):
-            if share > _IDLE:
+            if share > _IDLE:  # 0/0 where it gives zeros, as at a start that is meant
                 idle[index].append(name)
     return [tuple(names) for names in idle]
 
 
-def _norms(block: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def _norms(group: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """(name, norm, its weight) of those that are to normalise each location by itself."""
-    for name, module in block.named_modules():
+    for name, module in group:
         kind, weight = type(module).__name__.lower(), next(module.parameters(recurse=False), None)
         by_location = "norm" in kind and not any(word in kind for word in _NOT_BY_LOCATION)
         leaf = next(module.children(), None) is None and getattr(module, "data_format", "") != "channels_first"
@@ -358,8 +381,8 @@ def _numbers(values: Iterable) -> Iterator[str]:
             yield from _numbers(value)
         elif isinstance(value, float):
             yield f"{value:.6g}"
-        elif isinstance(value, bool | int):
-            yield str(value)
+        elif isinstance(value, bool | int | torch.dtype):
+            yield str(value).removeprefix("torch.")
 
 
 def _gain(gram: np.ndarray, width: int) -> float | None:
