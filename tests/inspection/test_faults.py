@@ -61,6 +61,37 @@ BEYOND: dict[tuple, str] = {
         for fault in ("stream halved", "scores scaled twice")
     },
     ("gradient times 0.01", "mbart", 6): "what comes to the encoder's last block is taken as one",
+    **{
+        (f"{fault}{where}",): "another matrix of the same draw: nothing that is measured changes"
+        for fault in ("matrix transposed", "queries and keys swapped", "gate and up swapped")
+        for where in ("", ", every block")
+    },
+    **{
+        (f"{fault}, every block",): "only a sibling would tell"
+        for fault in (
+            *("window left on", "scores of one head for all", "branch subtracted", "branch times the share kept"),
+            *("RMSNorm for LayerNorm", "halves rotated for pairs", "values rotated", "rotated before heads are cut"),
+            *("groups tiled", "norm behind the sum", "MLP beside attention", "heads cut across"),
+            "both halves of a gate activated",
+        )
+    },
+    **{
+        (fault, "beit", 1): "its first block has no stochastic depth, so it is built otherwise"
+        for fault in (
+            *("window left on", "first key hidden", "scores of one head for all", "branch subtracted"),
+            *("branch times the share kept", "RMSNorm for LayerNorm", "stream in bfloat16"),
+            "stochastic depth that never rests",
+        )
+    },
+    **{
+        (f"{fault}, every block", "mpnet"): "distances are added to its scores"
+        for fault in ("scale of the whole width", "scores times the head's width")
+    },
+    **{
+        ("first key hidden, every block", name): "the first location sees itself"
+        for name in ("mpnet", "beit", "blenderbot")
+    },
+    ("sigmoid for logits", "beit"): "it gives two numbers a row",
     **{(f"first key only{where}", "msn"): "a gradient dies out with it" for where in ("", ", every block")},
 }
 
