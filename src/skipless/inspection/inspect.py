@@ -302,7 +302,8 @@ def _run(model: nn.Module, batch: Batch, recorders: list[Recorder], loss: Loss |
             if last is not None and last.requires_grad and not recorder.reached:
                 recorder.sent = True
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
-        before = [name for name, began in called.items() if ran and began < ran[0].started]
+        first = min((each.started for each in ran), default=0.0)
+        before = [name for name, began in called.items() if began < first]
         notes += [*not_learning([n for n in before if not cut and taker.missed(model.get_submodule(n))])]
         for recorder in recorders:
             recorder.forget()

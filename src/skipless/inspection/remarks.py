@@ -16,6 +16,7 @@ from skipless.inspection.probes import Seen, drowned
 from skipless.inspection.siblings import set_apart
 from skipless.inspection.stacks import Block, plain_lists
 from skipless.inspection.statistics import fetched
+from skipless.inspection.wiring import Wired
 
 _DROPPED = 0.9  # a share that no one drops on purpose
 _BOTH_WAYS = ("ForMaskedLM", "ForTokenClassification", "ForImageClassification", "VisionModel")
@@ -44,6 +45,7 @@ def remarks(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen:
     yield from _looks_back(model, evidence.signals[1:])
     yield from _batch_norms(blocks)
     yield from _attending(names, evidence)
+    yield from _scaled(model, evidence.wired)
     yield from _behind(names, evidence)
     yield from _gains(evidence)
     yield from _first_hidden(names, evidence)
@@ -149,9 +151,20 @@ def _attending(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     if twice:
         which = _blocks(twice).rstrip(",")
         yield f"In {which[0].lower()}{which[1:]}, a softmax reads what a softmax gives. Leave one of them out."
-    scales = [wired.scale for wired in evidence.wired if wired.scale]
-    wired = evidence.wired[0] if evidence.wired else None
-    if wired is None or wired.head_width < 2 or len(scales) == 0 or max(scales) > 1.001 * min(scales):
+
+
+def _scaled(model: nn.Module, every: Sequence[Wired]) -> Iterator[str]:
+    """A scale of scores that all blocks have and that is one of those that come of mistakes, unless the model's config
+    states it."""
+    scales, wired = [each.scale for each in every if each.scale], every[0] if every else Wired()
+    if wired.head_width < 2 or not scales or max(scales) > 1.001 * min(scales):
+        return
+    config = getattr(getattr(model, "config", None), "__dict__", {})
+    stated = [
+        v for n, v in config.items() if isinstance(v, int | float) and any(w in n for w in ("scal", "multiplier"))
+    ]
+    factor = max(scales) / wired.head_width**0.5
+    if any(v > 0 and any(math.isclose(factor, each, rel_tol=1e-3) for each in (v, v**-0.5)) for v in stated):
         return
     known = {
         wired.head_width**-0.5: "one over the width of a head: the scale may be applied twice. µP does so on purpose",
@@ -161,7 +174,7 @@ def _attending(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     for value, words in known.items():
         if abs(max(scales) / value - 1.0) < 1e-3 and abs(value - 1.0) > 1e-3:
             yield (
-                f"Scores of every block are multiplied by {value / wired.head_width**0.5:.4g}, {words}. The usual "
+                f"Scores of every block are multiplied by {factor:.4g}, {words}. The usual "
                 "scale is one over the root of the width of a head."
             )
             return

@@ -231,7 +231,6 @@ _KINDS = {
     "softmax": "a softmax over attention's scores",
     **dict.fromkeys(("view_as_complex", "cos", "sin"), "a rotation by position"),
     "arange": "positions",
-    "detach": "a cut of the gradient",
     "dropout": "a dropout",
     "to": "a cast",
     "neg": "a change of sign",

@@ -29,7 +29,9 @@ _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.b
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "softplus", "hardswish")
 INPUT = " of the block's input"  # of calls that read it
-_ASKING = ("__get__", "size", "dim", "numel", "is_floating_point", "__len__", "data_ptr", "stride")  # of no numbers
+# Calls that compute nothing, as of hooks that only listen.
+_ASKING = ("__get__", "size", "dim", "numel", "is_floating_point", "__len__", "data_ptr", "stride")
+_ASKING += ("detach", "cpu", "numpy", "item", "tolist")
 _HIDDEN = -1e4  # scores below this are of keys that a mask hides
 _CHANCE = 0.08  # of a gain: far below the difference between a shortcut that is there and one that is not
 _IDLE = 0.2  # by how much what a norm gives may change with a location's size; 1 or more where it does nothing
