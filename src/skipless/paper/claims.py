@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from skipless.paper.runs import Outcome, Sample, steps_ratio
 
@@ -24,6 +24,9 @@ class Verdict:
     detail: str = ""
 
 
+NOT_RUN = Verdict("not run")
+
+
 @dataclass(frozen=True)
 class Results:
     """All that a claim may look at: outcomes by arm, and the text's unigram entropy."""
@@ -36,6 +39,11 @@ class Results:
         name, _, multiple = arm.partition("@")
         outcome = self.outcomes.get(name)
         return None if outcome is None else outcome.sample(quantity, float(multiple or 1.0))
+
+    def pair(self, arms: tuple[str, str], quantity: str) -> tuple[Sample, Sample] | None:
+        """The quantity of two arms; None until both have been run."""
+        first, second = (self.sample(arm, quantity) for arm in arms)
+        return None if first is None or second is None else (first, second)
 
 
 class Claim(Protocol):
@@ -60,15 +68,12 @@ class Lower:
     quantity: str = "train_loss"
 
     def text(self) -> str:
-        """In words."""
         by = f" by more than {self.margin:g}" if self.margin else ""
         return f"{self.better} ends below {self.worse}{by}{_of(self.quantity)}"
 
     def judge(self, results: Results) -> Verdict:
-        """Compare means."""
-        pair = _pair(results, self.better, self.worse, self.quantity)
-        if pair is None:
-            return Verdict("not run")
+        if (pair := results.pair((self.better, self.worse), self.quantity)) is None:
+            return NOT_RUN
         better, worse = pair
         if math.isinf(better.mean):
             return Verdict("fail", f"{self.better} diverged")
@@ -86,14 +91,11 @@ class Match:
     quantity: str = "train_loss"
 
     def text(self) -> str:
-        """In words."""
         return f"{self.arm} is at most {self.within:g} above {self.other}{_of(self.quantity)}"
 
     def judge(self, results: Results) -> Verdict:
-        """Compare means; what seeds differ by counts against it."""
-        pair = _pair(results, self.arm, self.other, self.quantity)
-        if pair is None:
-            return Verdict("not run")
+        if (pair := results.pair((self.arm, self.other), self.quantity)) is None:
+            return NOT_RUN
         arm, other = pair
         if math.isinf(arm.mean):
             return Verdict("fail", f"{self.arm} diverged")
@@ -109,14 +111,11 @@ class Learns:
     by: float = 0.5
 
     def text(self) -> str:
-        """In words."""
         return f"{self.arm} ends more than {self.by:g} below the unigram entropy"
 
     def judge(self, results: Results) -> Verdict:
-        """Against the text's own entropy."""
-        sample = results.sample(self.arm)
-        if sample is None:
-            return Verdict("not run")
+        if (sample := results.sample(self.arm)) is None:
+            return NOT_RUN
         good = sample.mean + sample.half_range < results.unigram - self.by
         return _verdict(good, f"{_show(sample)} against {results.unigram:.2f}")
 
@@ -129,14 +128,11 @@ class Plateau:
     within: float = 0.15
 
     def text(self) -> str:
-        """In words."""
         return f"{self.arm} stays within {self.within:g} of the unigram entropy, or diverges at every rate"
 
     def judge(self, results: Results) -> Verdict:
-        """Against the text's own entropy."""
-        sample = results.sample(self.arm)
-        if sample is None:
-            return Verdict("not run")
+        if (sample := results.sample(self.arm)) is None:
+            return NOT_RUN
         good = math.isinf(sample.mean) or sample.mean - sample.half_range > results.unigram - self.within
         return _verdict(good, f"{_show(sample)} against {results.unigram:.2f}")
 
@@ -150,63 +146,62 @@ class SmallerGap:
     quantity: str = "train_loss"
 
     def text(self) -> str:
-        """In words."""
         first, second = (f"from {low} to {high}" for low, high in (self.small, self.large))
         return f"the gap {first} is smaller than {second}{_of(self.quantity)}"
 
     def judge(self, results: Results) -> Verdict:
-        """Compare differences of means."""
-        found = [_pair(results, *arms, self.quantity) for arms in (self.small, self.large)]
-        if found[0] is None or found[1] is None:
-            return Verdict("not run")
-        small, large = (pair[1].mean - pair[0].mean for pair in found if pair is not None)
-        good = math.isfinite(small) and small < large
-        return _verdict(good, f"{small:.3g} against {large:.3g}")
+        first, second = results.pair(self.small, self.quantity), results.pair(self.large, self.quantity)
+        if first is None or second is None:
+            return NOT_RUN
+        small, large = (high.mean - low.mean for low, high in (first, second))
+        return _verdict(math.isfinite(small) and small < large, f"{small:.3g} against {large:.3g}")
 
 
 @dataclass(frozen=True)
 class NoWiderGap:
-    """The gap between two arms exceeds that between two others by no more than seeds differ; (lower, higher) each."""
+    """The gap between two arms exceeds that between two others by no more than seeds differ; (lower, higher) each.
+
+    Half of each arm's range over seeds is allowed.
+    """
 
     gap: tuple[str, str]
     than: tuple[str, str]
     quantity: str = "train_loss"
 
     def text(self) -> str:
-        """In words."""
         first, second = (f"from {low} to {high}" for low, high in (self.gap, self.than))
         return f"the gap {first} exceeds that {second} by no more than seeds differ{_of(self.quantity)}"
 
     def judge(self, results: Results) -> Verdict:
-        """Compare differences of means; half of each arm's range over seeds is allowed."""
-        gap, than = (_pair(results, *arms, self.quantity) for arms in (self.gap, self.than))
+        gap, than = results.pair(self.gap, self.quantity), results.pair(self.than, self.quantity)
         if gap is None or than is None:
-            return Verdict("not run")
-        first, second = (pair[1].mean - pair[0].mean for pair in (gap, than))
+            return NOT_RUN
+        first, second = (high.mean - low.mean for low, high in (gap, than))
         noise = sum(sample.half_range for sample in (*gap, *than))
         return _verdict(first - second <= noise, f"{first:.3f} against {second:.3f}, seeds ± {noise:.3f}")
 
 
 @dataclass(frozen=True)
 class NoSpike:
-    """The smoothed training loss of an arm never rises by more than `most` above the lowest before it, in any run."""
+    """The smoothed training loss of an arm never rises by more than `most` above the lowest before it, in any run.
+
+    Judged by the curves of all seeds at the usual length.
+    """
 
     arm: str
     most: float = 0.1
 
     def text(self) -> str:
-        """In words."""
         return f"the training loss of {self.arm} never rises by more than {self.most:g}"
 
     def judge(self, results: Results) -> Verdict:
-        """By the curves of all seeds at the usual length."""
         outcome = results.outcomes.get(self.arm)
         runs = {} if outcome is None else outcome.runs.get(1.0, {})
         if outcome is not None and (outcome.failed or any(run.diverged for run in runs.values())):
             return Verdict("fail", f"{self.arm} diverged")
         curves = [run.curve for run in runs.values() if run.curve]
         if not curves:
-            return Verdict("not run")
+            return NOT_RUN
         rise = max(largest_rise([loss for _, loss in curve]) for curve in curves)
         return _verdict(rise <= self.most, f"{rise:.3f} at most")
 
@@ -226,61 +221,49 @@ class Reaches:
     most: float
 
     def text(self) -> str:
-        """In words."""
         return f"{self.arm} reaches the loss of {self.target} in at most {self.most:g} times its steps"
 
     def judge(self, results: Results) -> Verdict:
-        """By runs of several lengths."""
         target, outcome = results.sample(self.target), results.outcomes.get(self.arm)
         if target is None or outcome is None:
-            return Verdict("not run")
-        losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
-        ratio = steps_ratio(target.mean, losses)
+            return NOT_RUN
+        ratio = steps_ratio(target.mean, outcome.losses)
         if ratio is None:
-            return Verdict("fail", f"{self.arm} diverged") if outcome.failed else Verdict("not run")
+            return Verdict("fail", f"{self.arm} diverged") if outcome.failed else NOT_RUN
         if ratio.bound == ">" and ratio.value < self.most:
             return Verdict("not run", f"not in {ratio.value:g} times, and no longer run")
         return _verdict(ratio.bound != ">" and ratio.value <= self.most, f"{ratio.text()} times")
 
 
 @dataclass(frozen=True)
-class Above:
+class _Bound:
+    """A measure of an arm lies on one side of a bound, with all that seeds differ by."""
+
+    arm: str
+    quantity: str
+    bound: float
+    side: ClassVar[str]
+
+    def text(self) -> str:
+        return f"{self.quantity.replace('_', ' ')} of {self.arm} is {self.side} {self.bound:g}"
+
+    def judge(self, results: Results) -> Verdict:
+        if (sample := results.sample(self.arm, self.quantity)) is None:
+            return NOT_RUN
+        above, below = sample.mean - sample.half_range > self.bound, sample.mean + sample.half_range < self.bound
+        return _verdict(above if self.side == "above" else below, _show(sample))
+
+
+class Above(_Bound):
     """A measure of an arm is above a bound."""
 
-    arm: str
-    quantity: str
-    bound: float
-
-    def text(self) -> str:
-        """In words."""
-        return f"{self.quantity.replace('_', ' ')} of {self.arm} is above {self.bound:g}"
-
-    def judge(self, results: Results) -> Verdict:
-        """The mean less half of what seeds differ by."""
-        sample = results.sample(self.arm, self.quantity)
-        if sample is None:
-            return Verdict("not run")
-        return _verdict(sample.mean - sample.half_range > self.bound, _show(sample))
+    side = "above"
 
 
-@dataclass(frozen=True)
-class Below:
+class Below(_Bound):
     """A measure of an arm is below a bound."""
 
-    arm: str
-    quantity: str
-    bound: float
-
-    def text(self) -> str:
-        """In words."""
-        return f"{self.quantity.replace('_', ' ')} of {self.arm} is below {self.bound:g}"
-
-    def judge(self, results: Results) -> Verdict:
-        """The mean and half of what seeds differ by."""
-        sample = results.sample(self.arm, self.quantity)
-        if sample is None:
-            return Verdict("not run")
-        return _verdict(sample.mean + sample.half_range < self.bound, _show(sample))
+    side = "below"
 
 
 @dataclass(frozen=True)
@@ -291,21 +274,13 @@ class Later:
 
     @property
     def quantity(self) -> str:
-        """What the claim is about."""
         return getattr(self.claim, "quantity", "train_loss")
 
     def text(self) -> str:
-        """In words, marked."""
         return f"(added after the first runs) {self.claim.text()}"
 
     def judge(self, results: Results) -> Verdict:
-        """As the claim itself."""
         return self.claim.judge(results)
-
-
-def _pair(results: Results, first: str, second: str, quantity: str) -> tuple[Sample, Sample] | None:
-    samples = results.sample(first, quantity), results.sample(second, quantity)
-    return None if samples[0] is None or samples[1] is None else (samples[0], samples[1])
 
 
 def _verdict(good: bool, detail: str) -> Verdict:

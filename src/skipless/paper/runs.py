@@ -216,6 +216,11 @@ class Outcome:
         return Sample(tuple(values)) if values else None
 
     @property
+    def losses(self) -> dict[float, float]:
+        """The first seed's final loss at the best rate, by multiple of the usual steps."""
+        return {multiple: runs[0].train_loss for multiple, runs in self.runs.items() if 0 in runs}
+
+    @property
     def failed(self) -> bool:
         """Whether every rate of a complete sweep diverged."""
         return not self.missing and self.best is None
@@ -411,8 +416,7 @@ def _final_runs(table: PaperTable, setting: Setting, outcome: Outcome, targets: 
     """Seeds at the usual steps, then other multiples with the first seed, until they reach the targets."""
     wanted = [(1.0, seed) for seed in range(setting.seeds_of(outcome.arm))]
     wanted += [(multiple, 0) for multiple in outcome.arm.multiples_at(setting.scale) if multiple != 1.0]
-    losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
-    climbs = [next_multiple(table.step_ladder, target.mean, losses) for target in targets]
+    climbs = [next_multiple(table.step_ladder, target.mean, outcome.losses) for target in targets]
     wanted += [(climb, 0) for climb in climbs if climb is not None]
     for multiple, seed in wanted:
         if seed not in outcome.runs.get(multiple, {}):

@@ -136,6 +136,13 @@ def as_json(summary: Summary) -> dict[str, Any]:
     """Every number of the page."""
     table, setting = summary.table, summary.setting
     glance = grid(table, summary.outcomes)
+
+    def sweeps(name: str) -> dict[str, dict[str, float | None]]:
+        return {
+            arm: {f"{rate:g}": _finite(record.train_loss) for rate, record in getattr(outcome, name).items()}
+            for arm, outcome in summary.outcomes.items()
+        }
+
     tables = {
         quantity: [
             {
@@ -163,11 +170,8 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "tables": tables,
         "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(table, summary.outcomes)],
         "bands": [{"claim": claim, "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
-        "sweeps": {
-            name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.sweep.items()}
-            for name, outcome in summary.outcomes.items()
-        },
-        **({"embedding_sweeps": _embedding_sweeps(summary)} if table.embedding_rates else {}),
+        "sweeps": sweeps("sweep"),
+        **({"embedding_sweeps": sweeps("embedding_sweep")} if table.embedding_rates else {}),
         "missing": summary.to_do,
     }
 
@@ -208,10 +212,8 @@ def ratio_rows(table: PaperTable, outcomes: Mapping[str, Outcome]) -> list[tuple
     for outcome in outcomes.values():
         if outcome is baseline:
             continue
-        ratio = ratio_to(outcome, target)
-        rival = rival_of(outcome, outcomes)
+        ratio, against = _ratio_to(outcome, target), _ratio_to(outcome, rival_of(outcome, outcomes))
         printed = [p.text() for p in outcome.arm.printed if p.quantity == "steps_ratio"]
-        against = ratio_to(outcome, rival) if rival is not None else None
         cells = (_ratio_text(ratio), _ratio_text(_wall_clock(ratio, outcome, baseline)), _ratio_text(against))
         lines.append((outcome.arm.label, "".join(printed), *cells))
     return lines
@@ -238,7 +240,7 @@ def _glance(table: PaperTable, outcomes: Mapping[str, Outcome], outcome: Outcome
     if outcome is None:
         return "–"
     target = _target(table, outcomes) if outcome.arm.name != table.baseline else None
-    ratio = ratio_to(outcome, target) if target is not None else None
+    ratio = _ratio_to(outcome, target)
     loss = _row(outcome, _glanced(table), 1.0).ours
     return loss if ratio is None or math.isnan(ratio.value) else f"{loss} ({ratio.text()}×)"
 
@@ -249,10 +251,9 @@ def _target(table: PaperTable, outcomes: Mapping[str, Outcome]) -> Sample | None
     return baseline.sample("train_loss") if baseline is not None else None
 
 
-def ratio_to(outcome: Outcome, target: Sample) -> Ratio | None:
-    """Steps the arm needs for the target's loss, over the usual number."""
-    losses = {multiple: runs[0].train_loss for multiple, runs in outcome.runs.items() if 0 in runs}
-    return steps_ratio(target.mean, losses)
+def _ratio_to(outcome: Outcome, target: Sample | None) -> Ratio | None:
+    """Steps the arm needs for the target's loss, over the usual number; None where there is no target."""
+    return None if target is None else steps_ratio(target.mean, outcome.losses)
 
 
 def _side_by_side(summary: Summary) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -374,11 +375,12 @@ def _how(summary: Summary) -> str:
     beside = max((record.jobs for record in runs), default=1)
     times = f" Times are of up to {beside} runs side by side on one device." if beside > 1 else ""
     commits = ", ".join(sorted({record.commit for record in runs if record.commit}))
+    law = " Deeper arms are not tuned: they take the rates of the shallowest by a law over depth."
     tuned = (
         f"Every arm: {count(setting.rates, 'rate')} of {{1, 2, 3, 5}}·10ⁿ around the expected one, another beyond "
         f"the best while that lies at the edge ({MOST_BEYOND} at most), seed 0, chosen by training loss; then "
         f"{count(setting.seeds, 'seed')} at the best rate{_headline_seeds(summary)}.{_embedding_words(summary)}"
-        f"{_law_words(summary.table)}"
+        f"{law * any(arm.follows for arm in summary.table.arms)}"
     )
     words = "Final losses are means over the last 200 steps, or a tenth; ± is half the range over seeds."
     where = f"Runs on: {'; '.join(devices) or 'none yet'}{f'; commit {commits}' if commits else ''}."
@@ -403,11 +405,6 @@ def _embedding_words(summary: Summary) -> str:
         f" That is at an embedding rate of {table.embedding_start:g}; at the best rate the embedding's is then tuned "
         f"by the same rule over {tried}, and seeds run at the best pair."
     )
-
-
-def _law_words(table: PaperTable) -> str:
-    followers = any(arm.follows for arm in table.arms)
-    return " Deeper arms are not tuned: they take the rates of the shallowest by a law over depth." if followers else ""
 
 
 def count(number: int, name: str) -> str:
@@ -439,14 +436,6 @@ def _tried(record: Record, own: float | None) -> str:
     rates = f"{record.rate:g}" + ("" if own is None else f", {record.embedding_rate or own:g}")
     loss = f"{record.train_loss:.3f}" if math.isfinite(record.train_loss) else f"diverged at step {record.diverged_at}"
     return f"{rates}: {loss}"
-
-
-def _embedding_sweeps(summary: Summary) -> dict[str, dict[str, float | None]]:
-    """Losses by the embedding's rate, at each arm's best rate."""
-    return {
-        name: {f"{rate:g}": _finite(record.train_loss) for rate, record in outcome.embedding_sweep.items()}
-        for name, outcome in summary.outcomes.items()
-    }
 
 
 def _missing(summary: Summary) -> str:
