@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from skipless.paper.experiments import SCALES, Setting
-from skipless.paper.facts import facts_of
 from skipless.paper.index import FIGURES, IN_WORDS, PRINTED, results_index
-from skipless.paper.records import ResultsFolder
+from skipless.paper.records import ResultsFolder, facts_of
 from skipless.paper.runs import make_run
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 

@@ -16,10 +16,10 @@ import torch
 
 from skipless.cli import demo as cli_demo
 from skipless.cli import main
+from skipless.cli.demo import DEMO, SCALE, Counting, demo_scale
 from skipless.data.prepare import Preparation
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
-from skipless.paper.demo import DEMO, SCALE, Counting, demo_scale
 from skipless.training import trainer
 from skipless.training.run import read_metrics
 

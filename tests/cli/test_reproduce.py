@@ -19,9 +19,8 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
 from skipless.paper.experiments import SCALES, Setting
-from skipless.paper.facts import Text
 from skipless.paper.measures import unpack
-from skipless.paper.records import ResultsFolder, record_of
+from skipless.paper.records import ResultsFolder, Text, record_of
 from skipless.paper.runs import Limits, missing
 from skipless.paper.tables import TABLES
 from skipless.paper.workers import RunRequest, Scheduler, run_one

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from skipless.paper.facts import Text
-from skipless.paper.records import Record
+from skipless.paper.records import Record, Text
 from skipless.paper.runs import Run
 
 Fake = Callable[..., Record]

@@ -14,8 +14,8 @@ from skipless.paper.claims import (
     Verdict,
 )
 from skipless.paper.experiments import SCALES, Setting
-from skipless.paper.facts import Text
 from skipless.paper.kernels import Check, kernel_checks, kernels_page
+from skipless.paper.records import Text
 from skipless.paper.runs import Outcome, missing
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 

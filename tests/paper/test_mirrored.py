@@ -12,9 +12,8 @@ from skipless.data.tokenizer import Bytes
 from skipless.paper import experiments
 from skipless.paper.claims import NoSpike, NoWiderGap, Results, largest_rise
 from skipless.paper.experiments import SCALES, Arm, PaperTable, Setting
-from skipless.paper.facts import Text
 from skipless.paper.mirrored import EMBEDDING_RATES
-from skipless.paper.records import Record, ResultsFolder
+from skipless.paper.records import Record, ResultsFolder, Text
 from skipless.paper.runs import Limits, Outcome, Run, best_run, make_run, missing, outcome_of, run_key, total
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 from skipless.paper.workers import Scheduler

@@ -2,7 +2,7 @@
 
 from skipless.cli.reproduce import curves
 from skipless.paper.experiments import SCALES, Setting
-from skipless.paper.facts import Text
+from skipless.paper.records import Text
 from skipless.paper.runs import missing, outcomes
 from skipless.paper.tables import TABLES
 

@@ -12,8 +12,8 @@ from skipless.data.store import read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.model.config import ModelConfig
 from skipless.paper.experiments import SCALES
-from skipless.paper.facts import Text
 from skipless.paper.recipes import _path_of, by_law, plan, recipe, train, with_data
+from skipless.paper.records import Text
 from skipless.paper.tables import TABLES
 from skipless.training.config import DataConfig, OptimizerConfig, TrainConfig
 from skipless.training.run import read_experiment

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from skipless.paper import experiments
 from skipless.paper.experiments import SCALES, Setting
-from skipless.paper.facts import Text
-from skipless.paper.records import Record, ResultsFolder, final_loss, losses_of, thinned
+from skipless.paper.records import Record, ResultsFolder, Text, final_loss, losses_of, thinned
 from skipless.paper.runs import Ratio, missing, next_multiple, outcome_of, steps_ratio
 from skipless.paper.tables import TABLES
 

@@ -18,10 +18,10 @@ from skipless.paper.experiments import (
     expected,
     kind,
 )
-from skipless.paper.facts import Text
+from skipless.paper.measures import FORMATS
+from skipless.paper.records import Text
 from skipless.paper.runs import make_run, missing, run_key, total
 from skipless.paper.tables import TABLES
-from skipless.paper.uses import FORMATS
 from skipless.training.config import Experiment, OptimizerConfig
 
 TRAINED = [table for table in TABLES.values() if not table.kernels and not table.on_images]
@@ -238,7 +238,7 @@ def test_low_bits_has_every_quantisation() -> None:
 
 
 def test_the_catalogue_has_every_table_that_a_file_states() -> None:
-    names = ("skipless", "skips", "extensions", "mirrored", "uses", "vision")
+    names = ("skipless", "skips", "extensions", "mirrored", "vision")
     files = {import_module(f"skipless.paper.{name}") for name in names}
     stated = [each.name for file in files for each in vars(file).values() if isinstance(each, PaperTable)]
     assert sorted(stated) == sorted(TABLES)

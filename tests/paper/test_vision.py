@@ -12,9 +12,8 @@ from skipless.cli.app import app
 from skipless.data.image_files import prepare_images
 from skipless.paper.claims import Results
 from skipless.paper.experiments import Setting
-from skipless.paper.facts import ImageSet, Text, facts_of
 from skipless.paper.recipes import recipe
-from skipless.paper.records import Record, ResultsFolder
+from skipless.paper.records import ImageSet, Record, ResultsFolder, Text, facts_of
 from skipless.paper.runs import H200, make_run, missing, outcomes, run_key, run_seconds, total
 from skipless.paper.tables import TABLES, gather, markdown
 from skipless.theory.schemes import ExponentialSPA

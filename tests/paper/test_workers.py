@@ -15,8 +15,7 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
 from skipless.paper.experiments import SCALES, Setting
-from skipless.paper.facts import Text
-from skipless.paper.records import ResultsFolder
+from skipless.paper.records import ResultsFolder, Text
 from skipless.paper.runs import Limits, Listener, Run, make_run
 from skipless.paper.tables import TABLES
 from skipless.paper.workers import RunRequest, Scheduler, run_one

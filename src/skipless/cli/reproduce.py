@@ -15,8 +15,7 @@ from skipless.console import Progress, nearest, print_table, say, write_output
 from skipless.data.image_store import holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
 from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting
-from skipless.paper.facts import Facts, ImageSet, Text
-from skipless.paper.records import LOGS, RUNS, Record, ResultsFolder
+from skipless.paper.records import LOGS, RUNS, Facts, ImageSet, Record, ResultsFolder, Text
 from skipless.paper.runs import CPU, H200, Limits, Listener, Outcome, Run, missing, run_seconds, total
 from skipless.paper.tables import (
     TABLES,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from skipless.model.config import ModelConfig
 from skipless.model.presets import preset
-from skipless.paper.facts import Facts
 from skipless.paper.numbers import Printed
+from skipless.paper.records import Facts
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, Precision, TrainConfig
 

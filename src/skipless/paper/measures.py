@@ -1,4 +1,4 @@
-"""What is measured of a run besides its losses: kernels during training (Fig. 15), accuracy on tasks (Table 6)."""
+"""What is measured of a run besides its losses: kernels (Fig. 15), accuracy on tasks (Table 6), its uses."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,18 @@ from skipless.training.run import read_probe
 
 NEIGHBOURS = 4  # locations at most so far apart are neighbours
 SIDE = 32  # locations that a record keeps, evenly spaced
+FORMATS = (  # the names of skipless.model.quantise, which needs torch
+    "int8",
+    "int8-tensor",
+    "int8-weights",
+    "int8-weights-tensor",
+    "int4-weights",
+    "int4-weights-tensor",
+    "nf4",
+    "fp8",
+    "fp8-tensor",
+)
+STUDY_TOKENS = 16_384  # of validation at most, for every loss of a study
 
 
 def measured(run: Run, folder: Path, tasks: Path | None, device: str) -> dict[str, Any]:
@@ -24,8 +36,6 @@ def measured(run: Run, folder: Path, tasks: Path | None, device: str) -> dict[st
     if run.measure == "tasks":
         return {"measures": task_measures(folder, tasks, device)}
     if run.measure == "uses":
-        from skipless.paper.uses import use_measures
-
         return use_measures(run, folder, device)
     return {}
 
@@ -109,3 +119,72 @@ def other_loss(run: Run, folder: Path, corpus: str, device: str) -> float:
     subject = load_model(folder, device=device)
     windowing, most = Windowing(subject.length), run.experiment.train.eval_tokens
     return evaluate_text(subject.model, subject.tokenizer, corpus, windowing, max_tokens=most).loss
+
+
+def use_measures(run: Run, folder: Path, device: str) -> dict[str, Any]:
+    """What the three tables show of a finished run, and its numbers by block."""
+    import torch
+
+    from skipless.model.transformer import Transformer
+    from skipless.training.load import load_model
+
+    loaded, train = load_model(folder, device=device), run.experiment.train
+    model = Transformer(loaded.model.config, impl="sdpa").to(device).eval()
+    rows, fitted = (_rows(str(loaded.validation), split, train, device) for split in ("valid", "train"))
+    torch.manual_seed(train.seed)
+    start = _backwards(model, rows[:2, :-1])
+    model.load_state_dict(loaded.model.state_dict())
+    end = _backwards(model, rows[:2, :-1])
+    measures, by_block = _losses(model, rows, fitted)
+    for name, found in (("start", start), ("end", end)):
+        measures |= {f"{name}_alone": max(found["alone"]), f"{name}_chain": found["chained"][0]}
+        by_block |= {f"{name}_{kind}": errors for kind, errors in found.items()}
+    return {"measures": measures, "by_block": by_block}
+
+
+def _rows(folder: str, split: str, train: Any, device: str) -> Any:
+    """Rows of T+1 tokens, as many as make STUDY_TOKENS, or fewer where validation has fewer."""
+    from skipless.data.loader import TokenLoader
+    from skipless.data.store import TokenStore
+
+    count = max(min(STUDY_TOKENS, train.eval_tokens) // train.length, 2)
+    loader = TokenLoader(TokenStore(folder, split), train.length, count)
+    with loader.sweep() as batches:
+        return next(iter(batches)).tokens.to(device)
+
+
+def _losses(model: Any, rows: Any, fitted: Any) -> tuple[dict[str, float], dict[str, list[float]]]:
+    from skipless.inspection import ablation
+    from skipless.model.fold import check_foldable, fold
+
+    loss = ablation.text_loss(model, rows)
+    measures = {f"{name}_rise": ablation.quantised_loss(model, rows, name) - loss for name in FORMATS}
+    try:
+        check_foldable(model.config)
+    except ValueError:
+        pass
+    else:
+        folded = fold(model)
+        measures |= {f"folded_{name}_rise": ablation.quantised_loss(folded, rows, name) - loss for name in FORMATS}
+    worst = ablation.outliers(model, rows)
+    by_block = {
+        "kurtosis": [each.kurtosis for each in worst],
+        "largest": [each.largest for each in worst],
+        "drop_rise": [each - loss for each in ablation.dropped_losses(model, rows)],
+        "swap_rise": [each - loss for each in ablation.swapped_losses(model, rows)],
+        "readout_rise": [each - loss for each in ablation.readout_losses(model, fitted, rows)],
+    }
+    measures |= {name: max(by_block[name]) for name in ("kurtosis", "largest")}
+    for name in ("drop_rise", "swap_rise"):
+        rises = by_block[name]
+        measures |= {name: sum(rises) / len(rises), f"{name}_least": min(rises)}
+    measures["half_way_rise"] = by_block["readout_rise"][len(worst) // 2]
+    return measures, by_block
+
+
+def _backwards(model: Any, tokens: Any) -> dict[str, list[float]]:
+    """Errors by block; none can be had where a norm or gains stand in the way."""
+    from skipless.inspection.inverse import recomputed
+
+    found = recomputed(model, tokens)
+    return {"alone": list(found.alone), "chained": list(found.chained)}

@@ -13,8 +13,7 @@ from typing import Any
 from skipless.model.config import ModelConfig
 from skipless.paper import experiments
 from skipless.paper.experiments import Arm, Measure, PaperTable, Scale, Setting
-from skipless.paper.facts import Facts
-from skipless.paper.records import Record
+from skipless.paper.records import Facts, Record
 from skipless.training.config import Experiment, TrainConfig
 
 

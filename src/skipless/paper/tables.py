@@ -45,9 +45,9 @@ _FILES = {
     "mirrored-depth": "mirrored",
     "mirrored-readers": "mirrored",
     "mirrored-others": "mirrored",
-    "low-bits": "uses",
-    "blocks": "uses",
-    "backwards": "uses",
+    "low-bits": "mirrored",
+    "blocks": "mirrored",
+    "backwards": "mirrored",
     "vision": "vision",
 }
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skipless.cli.demo import DEMO, SCALE, counting, demo_runs, demo_scale, shown_blocks
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import TokenStore
 from skipless.data.tokenizer import Bytes
-from skipless.paper.demo import DEMO, SCALE, counting, demo_runs, demo_scale, shown_blocks
 from skipless.paper.experiments import PaperTable, Scale, Setting
-from skipless.paper.facts import Text
+from skipless.paper.records import Text
 from skipless.paper.runs import Run
 from skipless.theory.schemes import ExponentialSPA, StandardAttention
 from skipless.training.config import Experiment, OptimizerConfig
