@@ -11,14 +11,17 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from skipless.figures.style import (
     BLUE,
-    COSINE_COLOURS,
-    FAINT,
     GREEN,
     MUTED,
     ORANGE,
     VERMILION,
     Page,
+    block_name,
+    log_if_wide,
+    mean_and_largest,
+    mean_and_range,
     saved,
+    show_cosines,
     styled,
     verdict_mark,
 )
@@ -42,10 +45,7 @@ def inspection_figure(found: Inspection, path: str | Path | None = None) -> Figu
     top = 0.95 + 0.19 * len(words)
     strip = 1.45 if found.kernels is not None else 0.0
     page = Page(_WIDTH, top + strip + 5.6)
-    glyph, colour = verdict_mark(found.verdict)
-    page.heading(_LEFT, found.model, "\n".join(words))
-    mark = f"{glyph} {found.verdict.words}"
-    page.text(_WIDTH - _LEFT, 0.22, mark, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
+    page.heading(_LEFT, found.model, "\n".join(words), found.verdict)
     if found.kernels is not None:
         _kernels(page, found, top)
     panels = (_norms, _cosine, _ranks, _gradients, _attention, _parameters, _outliers, _locations)
@@ -57,6 +57,7 @@ def inspection_figure(found: Inspection, path: str | Path | None = None) -> Figu
         axes.set(xlabel="block", xlim=(0, found.blocks[-1].block))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         if found.verdict.block is not None:
+            colour = verdict_mark(found.verdict)[1]
             axes.axvline(found.verdict.block, color=colour, linewidth=1.0, linestyle=(0, (2, 2)), zorder=3)
     return saved(page.figure, path)
 
@@ -76,20 +77,14 @@ def _kernels(page: Page, found: Inspection, top: float) -> None:
     panel = (_WIDTH - 2 * _LEFT + 0.12) / _PANELS - 0.12
     for column, block in enumerate(chosen):
         left = _LEFT + column * (panel + 0.12)
-        axes = page.axes(left, top, panel, panel)
-        axes.imshow(found.kernels[block], vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest")
-        axes.set(xticks=[], yticks=[])
-        for spine in axes.spines.values():
-            spine.set(visible=True, color=FAINT)
-        words = "input" if block == 0 else f"block {block}"
-        words += f"   {found.blocks[block].cosine_mean + 0.0:.2f}".replace("-0.00", "0.00")
+        show_cosines(page.axes(left, top, panel, panel), found.kernels[block])
+        words = block_name(block) + f"   {found.blocks[block].cosine_mean + 0.0:.2f}".replace("-0.00", "0.00")
         page.text(left + panel / 2, top - 0.06, words, fontsize=8, ha="center", va="bottom")
 
 
 def _norms(axes: Axes, found: Inspection) -> None:
     low, mean, high = (_series(found, f"norm_{which}") for which in ("min", "mean", "max"))
-    axes.fill_between(np.arange(len(mean)), low, high, color=BLUE, alpha=0.18, linewidth=0)
-    axes.plot(mean, color=BLUE)
+    mean_and_range(axes, low, mean, high)
     _predicted(axes, found, "norm")
     _finish(axes, "squared norm, mean and range", low, high)
 
@@ -117,8 +112,7 @@ def _ranks(axes: Axes, found: Inspection) -> None:
 
 def _gradients(axes: Axes, found: Inspection) -> None:
     mean, most = _series(found, "gradient_mean"), _series(found, "gradient_max")
-    axes.plot(most, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="largest")
-    axes.plot(mean, color=BLUE, label="mean")
+    mean_and_largest(axes, mean, most)
     _predicted(axes, found, "gradient")
     _finish(axes, "squared gradient norm", mean, most)
     _legend(axes)
@@ -189,15 +183,9 @@ def _series(found: Inspection, name: str) -> np.ndarray:
 
 
 def _finish(axes: Axes, title: str, *shown: np.ndarray) -> None:
-    """A linear axis from 0, unless the values span more than a factor of 20."""
     axes.set_title(title)
     axes.grid(axis="y")
-    values = np.concatenate(shown) if shown else np.array([])
-    values = values[np.isfinite(values) & (values > 0)]
-    if len(values) and values.max() / values.min() > 20:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, None)
+    log_if_wide(axes, *shown)
 
 
 def _legend(axes: Axes, columns: int = 1) -> None:

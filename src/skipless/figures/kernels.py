@@ -11,7 +11,23 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from skipless.figures.style import BLUE, COSINE_COLOURS, FAINT, INK, MUTED, VERMILION, Page, saved, styled, verdict_mark
+from skipless.figures.style import (
+    BLUE,
+    COSINE_COLOURS,
+    FAINT,
+    INK,
+    MUTED,
+    VERMILION,
+    Page,
+    block_name,
+    log_if_wide,
+    mean_and_largest,
+    mean_and_range,
+    saved,
+    show_cosines,
+    styled,
+    verdict_mark,
+)
 from skipless.theory.certificate import BlockReport, Certificate, Thresholds, Verdict
 
 # Inches. A panel of 1 inch at 200 dots per inch shows each of 100 locations as 2×2 whole pixels.
@@ -66,10 +82,7 @@ def network_portrait(row: GridRow, certificate: Certificate, heading: Heading) -
     panel = min((width - 2 * _LEFT + _GAP) / len(blocks) - _GAP, 1.75)
     below = 1.25 + panel
     page = Page(width, below + 4.0)
-    page.heading(_LEFT, heading.title, heading.subtitle)
-    glyph, colour = verdict_mark(row.verdict)
-    words = f"{glyph} {row.verdict.words}"
-    page.text(width - _LEFT, 0.22, words, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
+    page.heading(_LEFT, heading.title, heading.subtitle, row.verdict)
     _column_heads(page, _LEFT, 1.25, blocks, panel)
     _strip(page, row.cosines, _LEFT, 1.25, panel)
     colour_bar(page, (_LEFT, below + 0.4, 3.4), _BAR_WORDS, _lowest([row]))
@@ -80,14 +93,9 @@ def network_portrait(row: GridRow, certificate: Certificate, heading: Heading) -
 @styled
 def certificate_figure(certificate: Certificate, path: str | Path | None = None) -> Figure:
     """The certificate's curves in a row under its verdict."""
-    width = 12.2
-    page = Page(width, 4.1)
-    page.heading(
-        _LEFT, f"The signal through {certificate.reports[-1].block} blocks, in theory", certificate.verdict.text
-    )
-    glyph, colour = verdict_mark(certificate.verdict)
-    words = f"{glyph} {certificate.verdict.words}"
-    page.text(width - _LEFT, 0.22, words, fontsize=13, fontweight="bold", color=colour, ha="right", va="top")
+    page, verdict = Page(12.2, 4.1), certificate.verdict
+    title = f"The signal through {certificate.reports[-1].block} blocks, in theory"
+    page.heading(_LEFT, title, verdict.text, verdict)
     _curves(page, 1.35, certificate)
     return saved(page.figure, path)
 
@@ -148,11 +156,9 @@ def _curves(page: Page, top: float, certificate: Certificate) -> None:
 def _norms(axes: Axes, reports: Sequence[BlockReport]) -> None:
     """diag Σ_l: mean over locations and the range from smallest to largest."""
     low, mean, high = (_series(reports, f"diagonal_{which}") for which in ("min", "mean", "max"))
-    block = np.arange(len(reports))
-    axes.fill_between(block, low, high, color=BLUE, alpha=0.18, linewidth=0)
-    axes.plot(block, mean, color=BLUE)
+    mean_and_range(axes, low, mean, high)
     axes.set_title("squared norm, mean and range")
-    _log_if_wide(axes, low, high)
+    log_if_wide(axes, low, high)
 
 
 def _cosine(axes: Axes, reports: Sequence[BlockReport]) -> None:
@@ -185,26 +191,14 @@ def _rank(axes: Axes, reports: Sequence[BlockReport]) -> None:
 def _gradients(axes: Axes, reports: Sequence[BlockReport]) -> None:
     """Squared gradient norm before each block, relative to the output's: mean and largest over locations."""
     mean, most = _series(reports, "backward_mean"), _series(reports, "backward_max")
-    block = np.arange(len(reports))
-    axes.plot(block, most, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="largest")
-    axes.plot(block, mean, color=BLUE, label="mean")
+    mean_and_largest(axes, mean, most)
     axes.set_title("squared gradient norm")
     axes.legend(frameon=False, fontsize=8, handlelength=1.8)
-    _log_if_wide(axes, mean, most)
+    log_if_wide(axes, mean, most)
 
 
 def _series(reports: Sequence[BlockReport], name: str) -> np.ndarray:
     return np.array([getattr(report, name) for report in reports])
-
-
-def _log_if_wide(axes: Axes, low: np.ndarray, high: np.ndarray) -> None:
-    """A linear axis from 0, unless the values span more than a factor of 20."""
-    shown = np.concatenate([low, high])
-    shown = shown[np.isfinite(shown) & (shown > 0)]
-    if len(shown) and shown.max() / shown.min() > 20:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, None)
 
 
 def _show(axes: Axes, kernel: np.ndarray) -> None:
@@ -212,10 +206,7 @@ def _show(axes: Axes, kernel: np.ndarray) -> None:
     axes.set_facecolor("white")
     if np.isnan(kernel).all():
         axes.patch.set(hatch="///", edgecolor=FAINT)
-    axes.imshow(kernel, vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest", aspect="equal")
-    axes.set(xticks=[], yticks=[])
-    for spine in axes.spines.values():
-        spine.set(visible=True, color=FAINT)
+    show_cosines(axes, kernel)
 
 
 def _strip(page: Page, cosines: dict[int, np.ndarray], left: float, top: float, panel: float = _PANEL) -> None:
@@ -228,8 +219,7 @@ def _strip(page: Page, cosines: dict[int, np.ndarray], left: float, top: float, 
 
 def _column_heads(page: Page, left: float, top: float, blocks: Sequence[int], panel: float = _PANEL) -> None:
     for column, block in enumerate(blocks):
-        words = "input" if block == 0 else f"block {block}"
-        page.text(left + column * (panel + _GAP) + panel / 2, top - 0.08, words, ha="center", va="bottom")
+        page.text(left + column * (panel + _GAP) + panel / 2, top - 0.08, block_name(block), ha="center", va="bottom")
 
 
 def _row_label(page: Page, row: GridRow, top: float) -> None:

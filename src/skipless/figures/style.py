@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -93,10 +94,49 @@ class Page:
         """Words at a point."""
         self.figure.text(left / self.width, 1 - top / self.height, with_subscripts(words), **style)
 
-    def heading(self, left: float, title: str, subtitle: str) -> None:
-        """Title and subtitle at the top."""
+    def heading(self, left: float, title: str, subtitle: str, verdict: Verdict | None = None) -> None:
+        """Title and subtitle at the top; a verdict on the right."""
         self.text(left, 0.22, title, fontsize=15, fontweight="bold", va="top")
         self.text(left, 0.56, subtitle, fontsize=9.5, color=MUTED, va="top", linespacing=1.4)
+        if verdict is not None:
+            glyph, colour = verdict_mark(verdict)
+            look = {"fontsize": 13, "fontweight": "bold", "color": colour, "ha": "right", "va": "top"}
+            self.text(self.width - left, 0.22, f"{glyph} {verdict.words}", **look)
+
+
+def block_name(block: int) -> str:
+    """What stands above the panel of a block: 0 is the input."""
+    return "input" if block == 0 else f"block {block}"
+
+
+def show_cosines(axes: Axes, cosines: np.ndarray) -> None:
+    """A panel of cosines between locations."""
+    axes.imshow(cosines, vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest", aspect="equal")
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(visible=True, color=FAINT)
+
+
+def mean_and_range(axes: Axes, low: np.ndarray, mean: np.ndarray, high: np.ndarray) -> None:
+    """A curve by block, and around it from the smallest to the largest."""
+    axes.fill_between(np.arange(len(mean)), low, high, color=BLUE, alpha=0.18, linewidth=0)
+    axes.plot(mean, color=BLUE)
+
+
+def mean_and_largest(axes: Axes, mean: np.ndarray, largest: np.ndarray) -> None:
+    """Two curves by block."""
+    axes.plot(largest, color=MUTED, linewidth=1.2, linestyle=(0, (4, 2)), label="largest")
+    axes.plot(mean, color=BLUE, label="mean")
+
+
+def log_if_wide(axes: Axes, *shown: np.ndarray) -> None:
+    """A linear axis from 0, unless the values span more than a factor of 20."""
+    values = np.concatenate(shown) if shown else np.array([])
+    values = values[np.isfinite(values) & (values > 0)]
+    if len(values) and values.max() / values.min() > 20:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, None)
 
 
 def with_subscripts(words: str) -> str:

@@ -14,14 +14,14 @@ from matplotlib.ticker import NullFormatter
 from skipless.figures.kernels import Heading, colour_bar
 from skipless.figures.style import (
     BLUE,
-    COSINE_COLOURS,
-    FAINT,
     GREEN,
     INK,
     MUTED,
     ORANGE,
     VERMILION,
     Page,
+    block_name,
+    show_cosines,
     styled,
     verdict_mark,
 )
@@ -170,12 +170,12 @@ def kernels_by_stage(stages: Mapping[str, Mapping[int, np.ndarray]], heading: He
     page = Page(1.5 + len(blocks) * step + 0.3, below + 0.45)
     page.heading(0.3, heading.title, heading.subtitle)
     for column, block in enumerate(blocks):
-        words = "input" if block == 0 else f"block {block}"
-        page.text(1.5 + column * step + _PANEL / 2, _TOP - 0.08, words, fontsize=8.5, ha="center", va="bottom")
+        at = 1.5 + column * step + _PANEL / 2
+        page.text(at, _TOP - 0.08, block_name(block), fontsize=8.5, ha="center", va="bottom")
     for row, (stage, cosines) in enumerate(stages.items()):
         page.text(0.3, _TOP + row * step + _PANEL / 2, stage, fontsize=9.5, va="center")
         for column, block in enumerate(blocks):
-            _show(page.axes(1.5 + column * step, _TOP + row * step, _PANEL, _PANEL), cosines[block])
+            show_cosines(page.axes(1.5 + column * step, _TOP + row * step, _PANEL, _PANEL), cosines[block])
     lowest = min(float(np.nanmin(cosine)) for stage in stages.values() for cosine in stage.values())
     colour_bar(page, (1.5, below + 0.02, 2 * _PANEL + _BETWEEN), "cosine between two locations", lowest)
     return page.figure
@@ -295,29 +295,19 @@ def _caption(page: Page, left: float, title: str, words: str) -> None:
 
 
 def _column_heads(page: Page, left: float, blocks: Sequence[int], across: float) -> None:
-    for column, block in enumerate(blocks):
-        words = "input" if block == 0 else f"block {block}"
-        centre = left + column * (_DEMO_PANEL + _DEMO_GAP) + _DEMO_PANEL / 2
-        page.text(centre, _DEMO_TOP - 0.06, words, fontsize=8.5, ha="center", va="bottom")
-    centre = left + across + 0.4 + _DEMO_PANEL / 2
-    page.text(centre, _DEMO_TOP - 0.06, f"block {blocks[-1]}, trained", fontsize=8.5, ha="center", va="bottom")
+    places = [left + column * (_DEMO_PANEL + _DEMO_GAP) for column in range(len(blocks))] + [left + across + 0.4]
+    for place, words in zip(places, [*map(block_name, blocks), f"block {blocks[-1]}, trained"], strict=True):
+        page.text(place + _DEMO_PANEL / 2, _DEMO_TOP - 0.06, words, fontsize=8.5, ha="center", va="bottom")
 
 
 def _draw_row(page: Page, left: float, top: float, arm: ArmPicture, colour: str) -> None:
     places = [left + column * (_DEMO_PANEL + _DEMO_GAP) for column in range(len(arm.initial))]
     last = places[-1] + _DEMO_PANEL + 0.4
     for at, cosines in zip([*places, last], [*arm.initial.values(), arm.trained], strict=True):
-        _show(page.axes(at, top, _DEMO_PANEL, _DEMO_PANEL), cosines)
+        show_cosines(page.axes(at, top, _DEMO_PANEL, _DEMO_PANEL), cosines)
         mean = kernels.mean_cosine(cosines) if np.isfinite(cosines).all() else float("nan")
-        page.text(
-            at + _DEMO_PANEL / 2,
-            top + _DEMO_PANEL + 0.03,
-            f"{mean:.2f}",
-            fontsize=7.5,
-            color=MUTED,
-            ha="center",
-            va="top",
-        )
+        below = top + _DEMO_PANEL + 0.03
+        page.text(at + _DEMO_PANEL / 2, below, f"{mean:.2f}", fontsize=7.5, color=MUTED, ha="center", va="top")
     beside = last + _DEMO_PANEL + 0.14
     glyph, tint = verdict_mark(arm.verdict)
     kind, _, where = arm.verdict.words.partition(" ")
@@ -326,11 +316,3 @@ def _draw_row(page: Page, left: float, top: float, arm: ArmPicture, colour: str)
     page.text(
         beside, top + 0.62, f"{glyph} {kind}\n{where}".rstrip(), fontsize=9, color=tint, va="top", linespacing=1.3
     )
-
-
-def _show(axes: Axes, cosines: np.ndarray) -> None:
-    """A panel of cosines between locations."""
-    axes.imshow(cosines, vmin=0.0, vmax=1.0, cmap=COSINE_COLOURS, interpolation="nearest", aspect="equal")
-    axes.set(xticks=[], yticks=[])
-    for spine in axes.spines.values():
-        spine.set(visible=True, color=FAINT)
