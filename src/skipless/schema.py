@@ -112,6 +112,20 @@ def check(value: Any, hint: Any, name: str) -> Any:
     return value
 
 
+def changed_fields(there: dict[str, Any], here: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted name, value there, value here) of every field that two nested mappings differ in; None where it lacks."""
+    one, other = _flat(there), _flat(here)
+    pairs = [(name, one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys())]
+    return [(name, old, new) for name, old, new in pairs if old != new]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 def check_plain(kind: Any) -> None:
     """Refuse a dataclass with a field that JSON cannot give back as it was."""
     for name, hint in _hints(kind).items():

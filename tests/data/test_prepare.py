@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from skipless.console import Progress
-from skipless.data.folder import Folder
-from skipless.data.prepare import Preparation, prepare
+from skipless.data.prepare import Folder, Preparation, prepare
 from skipless.data.store import TokenStore, read_manifest
 from skipless.data.text import held_out, open_corpus
 from skipless.data.tokenizer import Bytes, ByteTokenizer, FileTokenizer, TrainUnigram, load_tokenizer

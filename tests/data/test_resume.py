@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skipless.data.folder import Folder
-from skipless.data.prepare import Chunk, Encoded, SectionWriter
+from skipless.data.prepare import Chunk, Encoded, Folder, SectionWriter
 from skipless.data.store import check_hash, check_sizes
 from skipless.files import is_part
 
@@ -106,27 +105,27 @@ def test_killed_between_two_steps(sources, tmp_path, moment):
     code = f"""
 import os, signal
 from pathlib import Path
-from skipless.data import folder
+from skipless.data.prepare import Folder
 count = 0
 def die_at(number):
     global count
     count += 1
     if count == number:
         os.kill(os.getpid(), signal.SIGKILL)
-replace, note, finish = Path.replace, folder.Folder.note_section, folder.Folder.finish
+replace, note, finish = Path.replace, Folder.note, Folder.finish
 def later(self, target):
     if self.name.startswith({".tokenizer" if moment == "tokenizer" else ".train"!r}):
         die_at({1 if moment == "tokenizer" else 5})
     return replace(self, target)
-def noting(self, section):
-    die_at(4)
-    note(self, section)
+def noting(self, line):
+    if "index" in line: die_at(4)
+    note(self, line)
 def finishing(self, manifest):
     die_at(1)
     finish(self, manifest)
 if {moment!r} in ("rename", "tokenizer"): Path.replace = later
-if {moment!r} == "journal": folder.Folder.note_section = noting
-if {moment!r} == "manifest": folder.Folder.finish = finishing
+if {moment!r} == "journal": Folder.note = noting
+if {moment!r} == "manifest": Folder.finish = finishing
 from skipless.cli import main
 main()
 """

@@ -20,8 +20,7 @@ from rich.console import Console
 from skipless import __version__
 from skipless.cli.reproduce import write_figure
 from skipless.console import Progress, print_table, print_text, say, write_output
-from skipless.data.folder import OPTIONS
-from skipless.data.prepare import Preparation, prepare
+from skipless.data.prepare import OPTIONS, Preparation, prepare
 from skipless.data.store import TokenStore
 from skipless.data.tokenizer import Bytes
 from skipless.files import check_folder

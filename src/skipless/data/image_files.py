@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from skipless.console import Progress
-from skipless.data.folder import Folder
 from skipless.data.image_store import (
     LABEL,
     MOST_CLASSES,
@@ -30,6 +29,7 @@ from skipless.data.image_store import (
     check_files,
     read_images,
 )
+from skipless.data.prepare import Folder
 from skipless.data.store import MANIFEST, verify_shards
 from skipless.files import WholeFile, reading, write_whole, writing
 

@@ -11,22 +11,25 @@ the order in which its files appear:
     verified.json     when each shard was last found good; may be deleted
 """
 
+import json
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from skipless.console import Progress
-from skipless.data.folder import Folder
 from skipless.data.formats import Reading, Seen
 from skipless.data.store import (
+    MANIFEST,
+    VERIFIED,
     Manifest,
     Section,
     Shard,
@@ -49,9 +52,26 @@ from skipless.data.tokenizer import (
     load_tokenizer,
     token_dtype,
 )
-from skipless.files import write_whole
+from skipless.files import (
+    FolderLock,
+    Journal,
+    append_line,
+    check_folder,
+    mapping,
+    read_json,
+    read_lines,
+    reading,
+    remove_parts,
+    write_json,
+    write_whole,
+    writing,
+)
+from skipless.schema import build, changed_fields
 from skipless.theory.kernels import repeat_rate
 
+OPTIONS, JOURNAL = "options.json", "sections.jsonl"
+SHARD = re.compile(r"(train|valid)-(\d{5,}|images|labels)\.bin")
+_FORCE = "start over with --force"
 CHUNK = 1 << 20  # characters handed to a thread at once
 MOST_WORKERS = 1024
 Cursor = tuple[int, int]  # a part, and a document in it
@@ -179,6 +199,89 @@ def prepare(
         return _finish(folder, options, tokenizer, progress)
 
 
+class Folder:
+    """A folder under preparation. Its own files are the only ones it ever deletes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep a second `skipless prepare` out; the lock ends with the process, however that ends."""
+        check_folder(self.path, OPTIONS)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(self.path, "preparing", "wait for it, or use another --out")
+        with lock:
+            yield
+
+    def claim(self, options: dict, force: bool) -> None:
+        """Make the folder that of these options, or refuse: tokens by other options, or a folder of something else."""
+        path = self.path / OPTIONS
+        there = read_json(path, mapping, _FORCE) if path.is_file() and not force else options
+        if there.keys() != options.keys():
+            raise ValueError(
+                f"{path} is not of `skipless prepare`, or of another version: give --out a folder of its own"
+            )
+        changed = [] if force else changed_fields(there, json.loads(json.dumps(options)))
+        differing = [f"{name}: {old} there, {new} now" for name, old, new in changed]
+        if differing and (self.complete() or self.sections()):
+            raise ValueError(
+                f"{self.path} was prepared with other options ({'; '.join(differing)}): use another --out, or --force "
+                "to start over"
+            )
+        if differing or force:
+            self._clear()
+        remove_parts(self.path)
+        if self.complete():  # an earlier run may have been killed between its manifest and its journal's end
+            (self.path / JOURNAL).unlink(missing_ok=True)
+        if not path.is_file():
+            write_json(path, options, indent=1)
+
+    def _clear(self) -> None:
+        others = (MODEL_FILE, JOURNAL, VERIFIED, OPTIONS)
+        own = [file.name for file in self.path.iterdir() if SHARD.fullmatch(file.name)]
+        for name in (MANIFEST, *own, *others):  # options.json last: with it the folder is one of ours
+            (self.path / name).unlink(missing_ok=True)
+
+    def complete(self) -> bool:
+        """Whether the manifest is there."""
+        return (self.path / MANIFEST).is_file()
+
+    def reopen(self) -> None:
+        """Turn a finished folder back into an unfinished one, for shards that have gone missing."""
+        manifest = read_manifest(self.path)
+        lines = [{"tokenizer": asdict(manifest.tokenizer)}, *(section.to_json() for section in manifest.sections)]
+        Journal(self.path / JOURNAL).replace(lines)
+        (self.path / MANIFEST).unlink()
+
+    def tokenizer(self) -> TokenizerNote | None:
+        """The description of the tokenizer that made the finished sections, if there are any."""
+        with reading(self.path / JOURNAL, _FORCE):
+            lines = read_lines(self.path / JOURNAL)
+            return build(TokenizerNote, lines[0]["tokenizer"], "the note of a tokenizer") if lines else None
+
+    def sections(self) -> dict[int, Section]:
+        """Finished sections by index, whether or not their files are still there."""
+        with reading(self.path / JOURNAL, _FORCE):
+            lines = read_lines(self.path / JOURNAL)
+            found = [Section.from_json(line) for line in lines if "index" in line]
+        return {section.index: section for section in found}
+
+    def present(self, section: Section) -> bool:
+        """Whether all of the section's shards are there."""
+        return all((self.path / shard.file).is_file() for shard in section.shards)
+
+    def note(self, line: dict) -> None:
+        """Add a line to the journal."""
+        append_line(self.path / JOURNAL, line)
+
+    def finish(self, manifest: str) -> None:
+        """Write the manifest; the journal has done its work."""
+        write_whole(self.path / MANIFEST, manifest.encode())
+        os.unlink(self.path / JOURNAL)
+
+
 def available_cores() -> int:
     """The cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -231,7 +334,7 @@ def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progr
             )
         tokenizer = plan.tokenizer.make(texts.corpus.parts, texts.trains, progress)
     if described is None:
-        folder.note_tokenizer(TokenizerNote.of(tokenizer))
+        folder.note({"tokenizer": asdict(TokenizerNote.of(tokenizer))})  # first: a file without a note is not ours
     else:
         match_tokenizer(folder.path, described, tokenizer)
     if tokenizer.model is not None and not path.is_file():
@@ -285,7 +388,7 @@ def _write(folder: Folder, stream, stop: int | None, progress: Progress) -> Iter
             rate = tokens / max(time.monotonic() - began, 1e-9)
             progress.show(f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.1f}M/s")
             if section is not None:
-                folder.note_section(section)
+                folder.note(section.to_json())
                 yield section
                 if section.last or section.index + 1 == stop:
                     return

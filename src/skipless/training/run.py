@@ -51,7 +51,7 @@ from skipless.files import (
     writing,
 )
 from skipless.model.config import ModelConfig
-from skipless.schema import check
+from skipless.schema import changed_fields, check
 from skipless.training.config import Experiment
 
 EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
@@ -245,19 +245,10 @@ def other_fields(
     one: Experiment | ModelConfig, two: Experiment | ModelConfig, there: str = "", here: str = "in the second"
 ) -> list[str]:
     """The fields in which two configurations differ, in words; those that may change as a run goes on are left out."""
-    old, new = (_flat(json.loads(each.to_json())) for each in (one, two))
+    changed = changed_fields(*(json.loads(each.to_json()) for each in (one, two)))
     return [
-        f"{name} is {old.get(name)!r}{there and f' {there}'}, {new.get(name)!r} {here}"
-        for name in sorted((old.keys() | new.keys()).difference(FREE))
-        if old.get(name) != new.get(name)
+        f"{name} is {old!r}{there and f' {there}'}, {new!r} {here}" for name, old, new in changed if name not in FREE
     ]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 def _check_tokens(file: Path, experiment: Experiment) -> None:
