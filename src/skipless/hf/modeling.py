@@ -165,16 +165,20 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
             self.model.head.weight, self.model.head.out_features = weight, len(weight)
 
 
-class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
-    """A classifier of texts: the native pooled head, on the mean over tokens, with config.num_labels classes."""
-
-    native_head = "pooled"
-    of_images = False
+class _Classifier(SkiplessPreTrainedModel):
+    """What classifiers share."""
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
         super().__init__(config, native)
         self.num_labels = self.model.config.classes
         self.post_init()
+
+
+class SkiplessForSequenceClassification(_Classifier):
+    """A classifier of texts: the native pooled head, on the mean over tokens, with config.num_labels classes."""
+
+    native_head = "pooled"
+    of_images = False
 
     @can_return_tuple
     def forward(
@@ -197,16 +201,11 @@ class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
         return SequenceClassifierOutputWithPast(loss, logits, hidden.cache, hidden.states, hidden.attentions)
 
 
-class SkiplessForTokenClassification(SkiplessPreTrainedModel):
+class SkiplessForTokenClassification(_Classifier):
     """A classifier of tokens: the native token head, with config.num_labels classes."""
 
     native_head = "token"
     of_images = False
-
-    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
-        super().__init__(config, native)
-        self.num_labels = self.model.config.classes
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -227,7 +226,7 @@ class SkiplessForTokenClassification(SkiplessPreTrainedModel):
         return TokenClassifierOutput(loss, logits, hidden.states, hidden.attentions)
 
 
-class SkiplessForImageClassification(SkiplessPreTrainedModel):
+class SkiplessForImageClassification(_Classifier):
     """A classifier of images: the native pooled head, on the mean over patches, with config.num_labels classes.
 
     pixel_values are normalised, as the image processor of an export gives them and as every model of transformers takes
@@ -238,11 +237,6 @@ class SkiplessForImageClassification(SkiplessPreTrainedModel):
     of_images = True
     main_input_name = "pixel_values"
     input_modalities = "image"
-
-    def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
-        super().__init__(config, native)
-        self.num_labels = self.model.config.classes
-        self.post_init()
 
     @can_return_tuple
     def forward(

@@ -72,25 +72,16 @@ def make_run(  # noqa: PLR0913  (an arm, and the five numbers that name one of i
     embedding_rate: float | None = None,
 ) -> Run:
     """The run of an arm."""
-    run = _run(arm, setting.scale, setting.text, rate, seed, multiple, measure, embedding_rate)
-    return replace(run, table=table.name, weights=table.keeps_weights and (multiple > 1.0 or bool(measure)))
+    scale, text, numbers = setting.scale, setting.text, (rate, seed, multiple, measure)
+    experiment, key = _keyed(arm, scale, text, *numbers, embedding_rate)
+    weights = table.keeps_weights and (multiple > 1.0 or bool(measure))
+    return Run(table.name, arm.name, scale.name, text, experiment, key, *numbers, weights, embedding_rate)
 
 
 @functools.lru_cache(maxsize=8192)
-def _run(  # noqa: PLR0913  (all that names a run)
-    arm: Arm,
-    scale: Scale,
-    text: Facts,
-    rate: float,
-    seed: int,
-    multiple: float,
-    measure: Measure,
-    embedding_rate: float | None,
-) -> Run:
-    experiment = arm.experiment(scale, text, rate, seed, multiple, measure, embedding_rate)
-    key = run_key(experiment, text, measure)
-    named = (experiment, key, rate, seed, multiple, measure)
-    return Run("", arm.name, scale.name, text, *named, embedding_rate=embedding_rate)
+def _keyed(arm: Arm, scale: Scale, text: Facts, *numbers: Any) -> tuple[Experiment, str]:
+    experiment = arm.experiment(scale, text, *numbers)
+    return experiment, run_key(experiment, text, numbers[3])
 
 
 @dataclass(frozen=True)
@@ -129,7 +120,7 @@ def run_key(experiment: Experiment, text: Facts, measure: Measure = "") -> str:
         data = experiment.data
         train |= {"label_smoothing": experiment.train.label_smoothing, "crop": data.crop, "flip": data.flip}
     essentials = {
-        "model": _essentials_of(experiment.model),
+        "model": _essentials(experiment.model),
         "optimizer": _rounded(_changed(experiment.optimizer, experiment.optimizer.to_dict())),
         "train": _rounded(train),
         "text": text.fingerprint,
@@ -139,7 +130,7 @@ def run_key(experiment: Experiment, text: Facts, measure: Measure = "") -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _essentials_of(model: ModelConfig) -> dict[str, Any]:
+def _essentials(model: ModelConfig) -> dict[str, Any]:
     """Of a network, whose many runs share it."""
     return _rounded(_changed(model, model.to_dict()))
 
