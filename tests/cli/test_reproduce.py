@@ -105,7 +105,9 @@ def keys(log: str = "baselines-tiny") -> list[str]:
 
 @pytest.mark.slow
 def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
-    # uses takes seconds a run, and one of its tables is below; images have tests of their own
+    # uses takes seconds a run, and one of its tables is below; images have tests of their own, as have checkpoints
+    tiny = SCALES["tiny"]
+    monkeypatch.setitem(SCALES, "tiny", replace(tiny, training={**tiny.training, "checkpoint_every": 0}))
     tables = [table for table in TABLES.values() if table.measure != "uses" and not table.on_images]
     out, err = reproduce(*(table.name for table in tables), "--tasks-folder", str(tasks))
     results = Path("results")

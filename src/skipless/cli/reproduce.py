@@ -39,7 +39,7 @@ _MOST_SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Request:
+class ReproduceArguments:
     """What the command was asked for."""
 
     tables: tuple[str, ...]
@@ -52,21 +52,21 @@ class Request:
     tables_only: bool = False
 
 
-def run(request: Request, limits: Limits) -> bool:
+def run(asked: ReproduceArguments, limits: Limits) -> bool:
     """Train what is missing and write every table; whether every run that was begun ended well."""
-    tables = tables_named(request.tables)
-    check_scale(tables, request.scale)
-    check_arms(tables, request.arms)
-    folder = ResultsFolder(request.out, request.scale)
-    _check_place(request.out)
+    tables = tables_named(asked.tables)
+    check_scale(tables, asked.scale)
+    check_arms(tables, asked.arms)
+    folder = ResultsFolder(asked.out, asked.scale)
+    _check_place(asked.out)
     reporter = Reporter()
     with folder.locked():
-        settings = _settings(request, [table for table in tables if not table.kernels], folder)
+        settings = _settings(asked, [table for table in tables if not table.kernels], folder)
         tables = [table for table in tables if table.kernels or table.name in settings]
         try:
-            if settings and not request.tables_only:
+            if settings and not asked.tables_only:
                 trained = [table for table in tables if not table.kernels]
-                _train(trained, settings[trained[0].name], folder, limits, reporter, request.arms)
+                _train(trained, settings[trained[0].name], folder, limits, reporter, asked.arms)
         except KeyboardInterrupt:
             reporter.close()
             say("skipless: stopped; the same command goes on from there")
@@ -113,7 +113,7 @@ def check_scale(tables: Sequence[PaperTable], name: str) -> None:
         raise ValueError(f"--scale is {name!r}, at which {tables[0].name} is not run; use one of {', '.join(known)}")
 
 
-def _settings(request: Request, tables: Sequence[PaperTable], folder: ResultsFolder) -> dict[str, Setting]:
+def _settings(asked: ReproduceArguments, tables: Sequence[PaperTable], folder: ResultsFolder) -> dict[str, Setting]:
     """The setting of every table that can be run, or written, with the data at hand, by its name; the others are named.
 
     Data are what --data names, tokens or images; pages alone can do with what the logs say of both.
@@ -122,7 +122,7 @@ def _settings(request: Request, tables: Sequence[PaperTable], folder: ResultsFol
         return {}
     known: dict[bool, Facts] = {}
     kinds = dict.fromkeys(table.on_images for table in tables)
-    if request.tables_only and request.data is None:
+    if asked.tables_only and asked.data is None:
         known = {images: found for images in kinds if (found := _logged(folder, images)) is not None}
         if not known:
             raise ValueError(
@@ -130,15 +130,15 @@ def _settings(request: Request, tables: Sequence[PaperTable], folder: ResultsFol
                 "run"
             )
     else:
-        found = find_data(request.data, request.scale, only_images=False not in kinds)
+        found = find_data(asked.data, asked.scale, only_images=False not in kinds)
         known = {isinstance(found, ImageSet): found}
     settings = {}
     for table in tables:
-        if table.on_images in known and request.scale in table.scales:
-            scale = table.scales[request.scale]
-            settings[table.name] = Setting.of(scale, known[table.on_images], request.rates, request.seeds)
+        if table.on_images in known and asked.scale in table.scales:
+            scale = table.scales[asked.scale]
+            settings[table.name] = Setting.of(scale, known[table.on_images], asked.rates, asked.seeds)
     left = [table for table in tables if table.name not in settings]
-    words = [f"{table.name} is left out: {_why_not(table, request.scale)}" for table in left]
+    words = [f"{table.name} is left out: {_why_not(table, asked.scale)}" for table in left]
     if not settings:
         raise ValueError(words[0])
     for line in words:
@@ -222,7 +222,6 @@ class Reporter(Listener):
         self._progress.start("")
 
     def started(self, run: Run) -> None:
-        """On the bar only."""
         self._progress.show(run.describe())
 
     def finished(self, record: Record, known: int) -> None:
@@ -242,7 +241,6 @@ class Reporter(Listener):
         self._progress.say(f"{self._clock()} failed: {self.errors[-1]}{where}")
 
     def close(self) -> None:
-        """Take the bar away."""
         self._progress.stop()
 
     def _clock(self) -> str:
@@ -503,11 +501,11 @@ def command(
         print(f"wrote {out / INDEX}")
         return
     names = tuple(name.strip() for name in arms.split(",") if name.strip())
-    request = Request(tuple(tables or ()), scale, data, out, rates, seeds, names, tables_only)
+    asked = ReproduceArguments(tuple(tables or ()), scale, data, out, rates, seeds, names, tables_only)
     if other_text is not None:
         from skipless.data.text import open_corpus
 
         open_corpus(other_text)  # a wrong path is refused before anything is trained
     limits = Limits(jobs, float("inf") if budget is None else budget, device, tasks_folder, other_text)
-    if not run(request, limits):
+    if not run(asked, limits):
         raise typer.Exit(1)

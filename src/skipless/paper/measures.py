@@ -103,10 +103,10 @@ def task_measures(folder: Path, tasks: Path | None, device: str) -> dict[str, fl
 
     if tasks is None:
         raise ValueError("zero-shot accuracy needs --tasks-folder, the folder of the tasks' .jsonl files")
-    subject = load_model(folder, device=device)
+    loaded = load_model(folder, device=device)
     asked = {name: questions(name, local_records(name, tasks), file=task_file(name, tasks)) for name in TASKS}
-    length = subject.model.config.length
-    scores = score_tasks(subject.model, subject.tokenizer, asked, length=length)
+    length = loaded.model.config.length
+    scores = score_tasks(loaded.model, loaded.tokenizer, asked, length=length)
     values = {name: 100.0 * score.accuracy for name, score in scores.items()}
     return {**values, "mean_accuracy": sum(values.values()) / len(values)}
 
@@ -116,9 +116,9 @@ def other_loss(run: Run, folder: Path, corpus: str, device: str) -> float:
     from skipless.training.evaluate import Windowing, evaluate_text
     from skipless.training.load import load_model
 
-    subject = load_model(folder, device=device)
-    windowing, most = Windowing(subject.length), run.experiment.train.eval_tokens
-    return evaluate_text(subject.model, subject.tokenizer, corpus, windowing, max_tokens=most).loss
+    loaded = load_model(folder, device=device)
+    windowing, most = Windowing(loaded.length), run.experiment.train.eval_tokens
+    return evaluate_text(loaded.model, loaded.tokenizer, corpus, windowing, max_tokens=most).loss
 
 
 def use_measures(run: Run, folder: Path, device: str) -> dict[str, Any]:
