@@ -239,7 +239,6 @@ class Progress:
             say(text)
 
     def stop(self) -> None:
-        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -147,7 +147,6 @@ class WholeFile:
         self._file: BinaryIO | None = None
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append data."""
         if self._file is None:
             self._file = self._part.open("wb")
         self._file.write(data)
@@ -163,7 +162,6 @@ class WholeFile:
         sync_folder(self.path.parent)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
         if self._file is not None:
             with suppress(OSError):  # a full disk: the buffered rest cannot be written, and is not wanted
                 self._file.close()
@@ -343,7 +341,6 @@ class Journal:
         self._file: BinaryIO | None = None
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a line."""
         line = json.dumps(record).encode() + b"\n"
         if self._file is None:
             self._cut_unfinished_line()

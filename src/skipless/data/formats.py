@@ -305,7 +305,6 @@ class ZstdReader(io.RawIOBase):
         self._frame, self._spare, self._ready = None, b"", b""
 
     def readable(self) -> bool:
-        """True, as io asks."""
         return True
 
     def readinto(self, buffer, /) -> int:

@@ -137,7 +137,6 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
         return [self.tokens] if self.documents is None else [self.tokens, self.documents]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -286,7 +285,6 @@ class Prefetch(Generic[B]):
         return item if self._device is None else item.to(self._device)
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
         self._thread.join()
 

@@ -245,7 +245,6 @@ class Folder:
             (self.path / name).unlink(missing_ok=True)
 
     def complete(self) -> bool:
-        """Whether the manifest is there."""
         return (self.path / MANIFEST).is_file()
 
     def reopen(self) -> None:
@@ -513,7 +512,6 @@ class SectionWriter:
         return Section(chunk.section, chunk.end, chunk.last, tuple(shards))
 
     def abandon(self) -> None:
-        """Remove what is unfinished."""
         for writer in self._open.values():
             writer.abandon()
         self._open.clear()

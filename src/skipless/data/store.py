@@ -58,12 +58,10 @@ class Section:
     shards: tuple[Shard, ...]
 
     def to_json(self) -> dict:
-        """As plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Any) -> "Section":
-        """The inverse of to_json."""
         return build(cls, values, "a section", "section.")
 
 
@@ -92,7 +90,6 @@ class TokenizerNote:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenizerNote":
-        """The note of a tokenizer."""
         kind: Any = tokenizer.kind
         return cls(kind, tokenizer.sha256, tokenizer.vocab_size, tokenizer.end)
 
@@ -344,7 +341,6 @@ class ShardWriter:
         return Shard(self.split, self.path.name, self._tokens, self._documents, self._text_bytes, sha256)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
         self._file.abandon()
 
 

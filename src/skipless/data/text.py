@@ -81,11 +81,9 @@ class FilePart:
     reading: Reading = field(default_factory=Reading)
 
     def documents(self, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:
-        """The file's documents, see skipless.data.formats."""
         return formats.documents(self.path, self.reading, skip, seen)
 
     def size(self) -> int:
-        """Bytes on disk."""
         return self.path.stat().st_size
 
     def fingerprint(self) -> str:
@@ -107,7 +105,6 @@ class HubPart:
 
     @property
     def name(self) -> str:
-        """For messages: "c4 train"."""
         return f"{self.dataset} {self.split}"
 
     def documents(self, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:

@@ -91,7 +91,6 @@ class ByteTokenizer:
     sha256 = hashlib.sha256(b"skipless bytes, end 255").hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """The UTF-8 bytes as int32."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -99,12 +98,10 @@ class ByteTokenizer:
         return bytes(int(token) for token in tokens if int(token) != self.end).decode("utf-8", "replace")
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """All documents, each followed by 0xFF."""
         joined = b"".join(text.encode("utf-8") + b"\xff" for text in texts)
         return np.frombuffer(joined, dtype=np.uint8).astype(token_dtype(self.vocab_size))
 
     def token_bytes(self) -> np.ndarray:
-        """One each, and none for the end of a document."""
         sizes = np.ones(self.vocab_size, dtype=np.int64)
         sizes[self.end] = 0
         return sizes
@@ -144,7 +141,6 @@ class SentencePieceTokenizer:
         return np.array(pieces, dtype=np.int32) if exact and not dummy_prefix else None
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids (int32)."""
         if MARK not in text or self._mark is None:
             return self._processor.encode(text, return_type="numpy")
         first, *others = text.split(MARK)
@@ -154,11 +150,9 @@ class SentencePieceTokenizer:
         return np.concatenate(pieces)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of the tokens."""
         return self._processor.decode([int(token) for token in tokens if int(token) != self.end])
 
     def encode_documents(self, texts: Sequence[str]) -> np.ndarray:
-        """All documents, each followed by `end`."""
         end = np.array([self.end], dtype=np.int32)
         pieces = [piece for text in texts for piece in (self.encode(text), end)]
         joined = np.concatenate(pieces) if pieces else end[:0]
@@ -234,7 +228,6 @@ class FileTokenizer:
             return {"kind": "file", "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest()}
 
     def make(self, parts: Sequence[Part], keep: Callable[[bytes], bool], progress: Progress | None = None) -> Tokenizer:
-        """Load it."""
         return load_tokenizer(self.path)
 
 
@@ -243,11 +236,9 @@ class Bytes:
     """The 256 byte values."""
 
     def describe(self) -> dict:
-        """Nothing to choose."""
         return {"kind": "bytes"}
 
     def make(self, parts: Sequence[Part], keep: Callable[[bytes], bool], progress: Progress | None = None) -> Tokenizer:
-        """The byte tokenizer."""
         return ByteTokenizer()
 
 

@@ -56,7 +56,6 @@ class ArmCurve:
 
     @property
     def words(self) -> str:
-        """Its line of the key."""
         return f"{self.label}: {self.final}"
 
 

@@ -209,7 +209,6 @@ class FastTokenizer:
         self.sha256 = hashlib.sha256(inner.backend_tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids (int32), no special ones added."""
         return np.array(self.inner.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -218,11 +217,9 @@ class FastTokenizer:
         return str(self.inner.decode(ids, skip_special_tokens=True))
 
     def encode_documents(self, texts: Iterable[str]) -> np.ndarray:
-        """All documents, each followed by `end`."""
         return np.concatenate([np.append(self.encode(text), self.end) for text in texts])
 
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes of the text that each token stands for."""
         special = {*self.inner.all_special_ids, self.end}
 
         def size(token: int) -> int:

@@ -74,7 +74,6 @@ class Images:
 
     @property
     def patch_numbers(self) -> int:
-        """Numbers in a patch."""
         return self.channels * self.patch**2
 
 
@@ -182,7 +181,6 @@ class ModelConfig:
 
     @property
     def shaped_activation(self) -> ShapedActivation:
-        """The activation's solved constants."""
         assert isinstance(self.activation, ShapedActivation)  # names are resolved in __post_init__
         return self.activation
 
@@ -232,7 +230,6 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
-        """The inverse of to_dict."""
         check_names(ModelConfig, data)
         data = dict(data)
         if isinstance(data.get("scheme"), dict):

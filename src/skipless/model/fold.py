@@ -150,12 +150,10 @@ class Folding:
         return bool(self.config.readers) or (not self.config.hidden and index == self.config.depth - 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {"config": self.config.to_dict(), "streams": list(self.streams)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Folding":
-        """The inverse of to_dict."""
         return cls(ModelConfig.from_dict(data["config"]), tuple(data["streams"]))
 
 
@@ -306,12 +304,10 @@ class FoldReport:
 
     @property
     def weights_before(self) -> int:
-        """Of all blocks, unfolded."""
         return sum(block.weights_before for block in self.blocks)
 
     @property
     def weights_after(self) -> int:
-        """Of all blocks, folded."""
         return sum(block.weights_after for block in self.blocks)
 
     @property

@@ -414,7 +414,6 @@ class ReplayedStep:
 
     @torch.no_grad()
     def __call__(self, token: Tensor) -> Tensor:
-        """The logits that follow `token`."""
         if not self.left:
             raise ValueError(f"all {self.capacity} slots of the cache are filled; give KVCache a larger capacity")
         self.left -= 1

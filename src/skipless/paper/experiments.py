@@ -96,7 +96,6 @@ class PaperTable:
         return self.arms if "all" in names else tuple(arm for arm in self.arms if arm.name in names)
 
     def arm(self, name: str) -> "Arm":
-        """The arm of that name."""
         return next(arm for arm in self.arms if arm.name == name)
 
 

@@ -173,7 +173,6 @@ class Worker:
         self.network = ""
 
     def start(self, request: RunRequest) -> None:
-        """Train it."""
         self.run, self.network = request.run, request.run.network
         self._answer = attempt(request)
 

@@ -115,7 +115,6 @@ class OptimizerConfig:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return dataclasses.asdict(self)
 
     @classmethod

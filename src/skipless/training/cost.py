@@ -69,12 +69,10 @@ class Parameters:
 
     @property
     def block(self) -> int:
-        """Of one block."""
         return self.matrices + self.vectors
 
     @property
     def total(self) -> int:
-        """Of the network."""
         return self.depth * self.block + self.outside
 
 
@@ -106,12 +104,10 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """On each GPU."""
         return self.rows * self.length
 
     @property
     def parameters(self) -> Parameters:
-        """Of the network."""
         return Parameters.of(self.model)
 
     @property

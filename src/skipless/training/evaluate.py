@@ -62,7 +62,6 @@ class EvalResult:
         return cls(values["loss"], values["perplexity"], values["bits_per_byte"], 0, None)
 
     def words(self) -> str:
-        """For a line of progress."""
         return f"validation loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
 
 
@@ -78,7 +77,6 @@ class Windows:
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> "Windows":
-        """On a device."""
         move = lambda tensor: None if tensor is None else tensor.to(device, non_blocking=True)  # noqa: E731
         return Windows(self.tokens.to(device, non_blocking=True), move(self.scored), move(self.documents))
 
@@ -351,13 +349,9 @@ class LanguageModel(Protocol):
 
     config: ModelConfig
 
-    def hidden(self, tokens: Tensor, *, layout: Layout | None = None) -> Tensor:
-        """(batch, T, width)."""
-        ...
+    def hidden(self, tokens: Tensor, *, layout: Layout | None = None) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(…, vocab_size)."""
-        ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Scorer:

@@ -450,7 +450,6 @@ class Display:
         self._progress.say(f"{self.name} {text}")
 
     def stop(self) -> None:
-        """Take the bar away."""
         self._progress.stop()
 
 
@@ -495,5 +494,4 @@ class Board:
                 self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()
