@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from skipless.cli import main
 from skipless.console import check_target, print_table, write_output
 from skipless.inspection import studies
 from skipless.inspection.studies import InputSignal
@@ -23,25 +23,10 @@ from skipless.theory.schemes import ExponentialSPA
 SMALL = ("--depth", "6", "--length", "20")
 
 
-class Skipless:
-    """Runs the command in this process, in an empty folder."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-        self.capsys, self.monkeypatch = capsys, monkeypatch
-
-    def __call__(self, *words: str, code: int = 0) -> str:
-        self.monkeypatch.setattr(sys, "argv", ["skipless", "kernels", *words])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        seen = self.capsys.readouterr()
-        assert (stop.value.code or 0) == code, seen.out + seen.err
-        return seen.err if code == 2 else seen.out
-
-
 @pytest.fixture
-def kernels(tmp_path: Path, capsys, monkeypatch) -> Skipless:
-    monkeypatch.chdir(tmp_path)
-    return Skipless(capsys, monkeypatch)
+def kernels(skipless) -> Callable[..., str]:
+    """The command: what it printed, or complained of."""
+    return lambda *words, code=0: skipless("kernels", *words, code=code)[code == 2]
 
 
 def written() -> set[str]:
@@ -206,31 +191,22 @@ def test_the_suffix_chooses_the_format(kernels, suffix: str) -> None:
     assert written() == {f"new/picture.{suffix}"}
 
 
-def test_without_matplotlib_the_table_is_printed(kernels, monkeypatch, capsys) -> None:
+def test_without_matplotlib_the_table_is_printed(skipless, monkeypatch) -> None:
     for module in [name for name in sys.modules if name.startswith(("skipless.cli.kernels", "skipless.analysis.fig"))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(sys, "argv", ["skipless", "kernels", "e-spa", *SMALL])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    seen = capsys.readouterr()
-    assert (stop.value.code or 0) == 0
-    assert "pip install 'skipless[plot]'" in seen.err
-    assert "mean cosine" in seen.out
+    out, err = skipless("kernels", "e-spa", *SMALL)
+    assert "pip install 'skipless[plot]'" in err
+    assert "mean cosine" in out
 
 
 @pytest.mark.parametrize("command", [("kernels", "e-spa", *SMALL), ("inspect", "wikitext103/e-spa", "--width", "32")])
-def test_a_figure_asked_for_without_matplotlib_is_refused_before_the_work(command, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_a_figure_asked_for_without_matplotlib_is_refused_before_the_work(command, monkeypatch, skipless):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(sys, "argv", ["skipless", *command, "--figure", "x.png"])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    seen = capsys.readouterr()
-    assert stop.value.code == 2
-    assert "--figure x.png needs matplotlib: pip install 'skipless[plot]'" in " ".join(seen.err.split())
-    assert seen.out == ""
+    out, err = skipless(*command, "--figure", "x.png", code=2)
+    assert "--figure x.png needs matplotlib: pip install 'skipless[plot]'" in " ".join(err.split())
+    assert out == ""
 
 
 def test_list_names_everything(kernels) -> None:

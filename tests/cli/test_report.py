@@ -2,37 +2,21 @@
 
 import json
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from skipless.cli import main
 from skipless.cli.report import read_results
 from skipless.inspection.inspection import Inspection
 from skipless.theory import kernels
 
 
-class Skipless:
-    """Runs a command in this process, in an empty folder."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-        self.capsys, self.monkeypatch = capsys, monkeypatch
-
-    def __call__(self, *words: object, code: int = 0) -> str:
-        self.monkeypatch.setattr(sys, "argv", ["skipless", *map(str, words)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        seen = self.capsys.readouterr()
-        assert (stop.value.code or 0) == code, seen.out + seen.err
-        return seen.err if code == 2 else seen.out
-
-
 @pytest.fixture
-def skipless(tmp_path: Path, capsys, monkeypatch) -> Skipless:
-    monkeypatch.chdir(tmp_path)
-    return Skipless(capsys, monkeypatch)
+def said(skipless) -> Callable[..., str]:
+    """A command: what it printed, or complained of."""
+    return lambda *words, code=0: skipless(*words, code=code)[code == 2]
 
 
 def states(depth: int = 3, length: int = 8) -> np.ndarray:
@@ -54,20 +38,20 @@ def page_data(path: Path = Path("report.html")) -> dict:
     return json.loads(text.split('id="data">')[1].split("</script>")[0])
 
 
-def test_an_input_is_not_overwritten(skipless) -> None:
+def test_an_input_is_not_overwritten(said) -> None:
     text = Inspection.of_states("measured", states()).to_json()
     Path("data.json").write_text(text)
-    words = skipless("report", "data.json", "--out", "../" + Path.cwd().name + "/data.json", code=2)
+    words = said("report", "data.json", "--out", "../" + Path.cwd().name + "/data.json", code=2)
     assert "data.json, which is read too; name another file" in words
     assert Path("data.json").read_text() == text
 
 
-def test_runs_inspections_and_certificates_on_one_page(skipless) -> None:
+def test_runs_inspections_and_certificates_on_one_page(said) -> None:
     make_run(Path("one"))
     Path("inspection.json").write_text(Inspection.of_states("measured", states()).to_json())
-    skipless("kernels", "fig1", "--depth", "6", "--length", "20", "--no-figure", "--json", "fig1.json")
-    said = skipless("report", "one", "inspection.json", "fig1.json", "--out", "sub/page.html", "--title", "All of it")
-    assert "6 networks, 1 run)" in said
+    said("kernels", "fig1", "--depth", "6", "--length", "20", "--no-figure", "--json", "fig1.json")
+    words = said("report", "one", "inspection.json", "fig1.json", "--out", "sub/page.html", "--title", "All of it")
+    assert "6 networks, 1 run)" in words
     data = page_data(Path("sub/page.html"))
     names = [network["name"] for network in data["networks"]]
     assert names == ["tiny, step 0", "tiny, step 2", "measured", "Standard", "U-SPA", "E-SPA"]
@@ -76,27 +60,27 @@ def test_runs_inspections_and_certificates_on_one_page(skipless) -> None:
     assert [path.name for path in Path("sub").iterdir()] == ["page.html"]  # nothing is left beside it
 
 
-def test_equal_names_are_numbered(skipless) -> None:
-    skipless("report", str(make_run(Path("a"))), str(make_run(Path("b"))))
+def test_equal_names_are_numbered(said) -> None:
+    said("report", str(make_run(Path("a"))), str(make_run(Path("b"))))
     data = page_data()
     assert [curve["name"] for curve in data["curves"]] == ["tiny", "tiny (2)"]
     assert len({network["name"] for network in data["networks"]}) == 4
 
 
-def test_norms_of_a_normalised_stream_are_not_judged(skipless) -> None:
-    skipless("report", str(make_run(Path("plain"), scale=100.0)))
+def test_norms_of_a_normalised_stream_are_not_judged(said) -> None:
+    said("report", str(make_run(Path("plain"), scale=100.0)))
     assert "norms drift" in Path("report.html").read_text()
-    skipless("report", str(make_run(Path("normed"), norm="pre", scale=100.0)))
+    said("report", str(make_run(Path("normed"), norm="pre", scale=100.0)))
     assert "norms drift" not in Path("report.html").read_text()
 
 
-def test_a_list_of_inspections(skipless) -> None:
+def test_a_list_of_inspections(said) -> None:
     several = [Inspection.of_states(name, states()).as_dict() for name in ("a", "b")]
     Path("several.json").write_text(json.dumps(several))
-    assert "2 networks" in skipless("report", "several.json")
+    assert "2 networks" in said("report", "several.json")
 
 
-def test_what_cannot_be_shown_is_named(skipless) -> None:
+def test_what_cannot_be_shown_is_named(said) -> None:
     Path("empty").mkdir()
     Path("words.json").write_text("not json")
     Path("other.json").write_text('{"inputs": []}')
@@ -112,8 +96,8 @@ def test_what_cannot_be_shown_is_named(skipless) -> None:
         "run": "not a probe of a run, or damaged",
     }
     for path, words in cases.items():
-        assert words in skipless("report", path, code=2)
-    assert "is a folder" in skipless("report", "run", "--out", "empty", code=2)
+        assert words in said("report", path, code=2)
+    assert "is a folder" in said("report", "run", "--out", "empty", code=2)
     assert not Path("report.html").exists()
 
 
@@ -144,13 +128,13 @@ def test_of_too_many_curves_the_usual_length_is_kept_or_none():
     assert f"tables without their {len(every)} curves" in words
 
 
-def test_items_named_one_by_one_share_the_room_of_a_chart(skipless) -> None:
+def test_items_named_one_by_one_share_the_room_of_a_chart(said) -> None:
     items = sorted((Path(__file__).parents[2] / "results").glob("*-small.json"))
-    said = skipless("report", *items)
-    assert re.search(r"tables without their \d+ curves, too many for a chart", said)
+    words = said("report", *items)
+    assert re.search(r"tables without their \d+ curves, too many for a chart", words)
     assert page_data()["curves"] == []
     results = items[0].parent
-    skipless("report", results, items[0])
+    said("report", results, items[0])
     assert Path("report.html").read_text().count("<summary>baselines (Fig. 2), scale small: bands") == 1
     both = [item for item in items if item.name in ("baselines-small.json", "skips-small.json")]
     curves, _, words = read_results(both, most=24)

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from skipless.cli import main
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
@@ -61,26 +61,15 @@ def tasks(tmp_path_factory) -> Path:
     return folder
 
 
-class Skipless:
-    """Runs the command in this process, in an empty folder."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, data: Path):
-        self.capsys, self.monkeypatch, self.data = capsys, monkeypatch, data
-
-    def __call__(self, *words: str, code: int = 0, data: bool = True) -> tuple[str, str]:
-        text = ["--data", str(self.data)] if data else []
-        self.monkeypatch.setattr(sys, "argv", ["skipless", "reproduce", *words, *text, "--device", "cpu"])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        seen = self.capsys.readouterr()
-        assert (stop.value.code or 0) == code, seen.out + seen.err
-        return seen.out, seen.err
-
-
 @pytest.fixture
-def reproduce(tmp_path: Path, capsys, monkeypatch, data: Path) -> Skipless:
-    monkeypatch.chdir(tmp_path)
-    return Skipless(capsys, monkeypatch, data)
+def reproduce(skipless, data: Path) -> Callable[..., tuple[str, str]]:
+    """The command, on a CPU and, unless data=False, on a small text."""
+    text = data
+
+    def run(*words: str, code: int = 0, data: bool = True) -> tuple[str, str]:
+        return skipless("reproduce", *words, *(["--data", text] if data else []), "--device", "cpu", code=code)
+
+    return run
 
 
 @pytest.fixture
@@ -104,7 +93,7 @@ def keys(log: str = "baselines-tiny") -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
+def test_every_item(reproduce, skipless, tasks: Path, monkeypatch) -> None:
     # uses takes seconds a run, and one of its tables is below; images have tests of their own, as have checkpoints
     tiny = SCALES["tiny"]
     monkeypatch.setitem(SCALES, "tiny", replace(tiny, training={**tiny.training, "checkpoint_every": 0}))
@@ -148,15 +137,8 @@ def test_every_item(reproduce, tasks: Path, monkeypatch) -> None:
     assert all(line in out.splitlines() for line in again.splitlines())
     assert {path: path.read_bytes() for path in pages} == pages
     for path, runs in (("results", 0), ("results/baselines-tiny.json", 5)):
-        assert f"0 networks, {runs} runs" in _report(reproduce, path)
+        assert f"0 networks, {runs} runs" in skipless("report", path)[0]
         assert "baselines (Fig. 2), scale tiny: train loss" in Path("report.html").read_text()
-
-
-def _report(reproduce: Skipless, path: str) -> str:
-    reproduce.monkeypatch.setattr(sys, "argv", ["skipless", "report", path])
-    with pytest.raises(SystemExit):
-        main()
-    return reproduce.capsys.readouterr().out
 
 
 def test_one_item_and_again(reproduce, monkeypatch) -> None:
