@@ -23,6 +23,7 @@ from skipless.figures.style import (
     log_if_wide,
     mean_and_largest,
     mean_and_range,
+    note_at,
     saved,
     show_cosines,
     styled,
@@ -67,7 +68,8 @@ def kernel_grid(rows: Sequence[GridRow], heading: Heading) -> Figure:
     _column_heads(page, start, _TOP, blocks)
     for number, row in enumerate(rows):
         top = _TOP + number * step
-        _row_label(page, row, top)
+        page.text(_LEFT, top + 0.34, row.label, fontsize=11.5, fontweight="bold", va="bottom")
+        page.text(_LEFT, top + 0.41, "\n".join(row.details), fontsize=8, color=MUTED, va="top", linespacing=1.35)
         _strip(page, row.cosines, start, top)
         _row_verdict(page, row.verdict, start + across + 0.18, top)
     colour_bar(page, (start, _TOP + len(rows) * step + 0.18, 3.4), _BAR_WORDS, _lowest(rows))
@@ -163,18 +165,9 @@ def _norms(axes: Axes, reports: Sequence[BlockReport]) -> None:
 
 def _cosine(axes: Axes, reports: Sequence[BlockReport]) -> None:
     """Mean cosine off the diagonal, and the level that counts as collapse."""
-    axes.axhline(Thresholds().collapse_cosine, color=VERMILION, linewidth=1.0)
-    axes.annotate(
-        "collapse",
-        (1, Thresholds().collapse_cosine),
-        (0, -3),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        color=VERMILION,
-        fontsize=8,
-        ha="right",
-        va="top",
-    )
+    collapse = Thresholds().collapse_cosine
+    axes.axhline(collapse, color=VERMILION, linewidth=1.0)
+    note_at(axes, "collapse", collapse, (0, -3), color=VERMILION, fontsize=8, ha="right", va="top")
     axes.plot(_series(reports, "mean_cosine"), color=BLUE)
     axes.set(title="mean cosine", ylim=(min(0.0, float(np.nanmin(_series(reports, "mean_cosine")))), 1.03))
 
@@ -220,11 +213,6 @@ def _strip(page: Page, cosines: dict[int, np.ndarray], left: float, top: float, 
 def _column_heads(page: Page, left: float, top: float, blocks: Sequence[int], panel: float = _PANEL) -> None:
     for column, block in enumerate(blocks):
         page.text(left + column * (panel + _GAP) + panel / 2, top - 0.08, block_name(block), ha="center", va="bottom")
-
-
-def _row_label(page: Page, row: GridRow, top: float) -> None:
-    page.text(_LEFT, top + 0.34, row.label, fontsize=11.5, fontweight="bold", va="bottom")
-    page.text(_LEFT, top + 0.41, "\n".join(row.details), fontsize=8, color=MUTED, va="top", linespacing=1.35)
 
 
 def _row_verdict(page: Page, verdict: Verdict, left: float, top: float) -> None:

@@ -91,8 +91,9 @@ class Page:
         return self.figure.add_axes((left / self.width, bottom / self.height, width / self.width, height / self.height))
 
     def text(self, left: float, top: float, words: str, **style) -> None:
-        """Words at a point."""
-        self.figure.text(left / self.width, 1 - top / self.height, with_subscripts(words), **style)
+        """Words at a point; γ_L and ρ_L are set as mathematics."""
+        words = words.replace("γ_L", r"$\gamma_L$").replace("ρ_L", r"$\rho_L$")
+        self.figure.text(left / self.width, 1 - top / self.height, words, **style)
 
     def heading(self, left: float, title: str, subtitle: str, verdict: Verdict | None = None) -> None:
         """Title and subtitle at the top; a verdict on the right."""
@@ -117,6 +118,12 @@ def show_cosines(axes: Axes, cosines: np.ndarray) -> None:
         spine.set(visible=True, color=FAINT)
 
 
+def note_at(axes: Axes, words: str, height: float, offset: tuple[float, float], **look: Any) -> None:
+    """Words at the right end of the axes, so many points from a height of the data."""
+    where: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+    axes.annotate(words, (1, height), offset, **where, **look)
+
+
 def mean_and_range(axes: Axes, low: np.ndarray, mean: np.ndarray, high: np.ndarray) -> None:
     """A curve by block, and around it from the smallest to the largest."""
     axes.fill_between(np.arange(len(mean)), low, high, color=BLUE, alpha=0.18, linewidth=0)
@@ -137,11 +144,6 @@ def log_if_wide(axes: Axes, *shown: np.ndarray) -> None:
         axes.set_yscale("log")
     else:
         axes.set_ylim(0, None)
-
-
-def with_subscripts(words: str) -> str:
-    """γ_L and ρ_L set as mathematics."""
-    return words.replace("γ_L", r"$\gamma_L$").replace("ρ_L", r"$\rho_L$")
 
 
 def saved(figure: Figure, path: str | Path | None) -> Figure:

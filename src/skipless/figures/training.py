@@ -21,6 +21,7 @@ from skipless.figures.style import (
     VERMILION,
     Page,
     block_name,
+    note_at,
     show_cosines,
     styled,
     verdict_mark,
@@ -147,17 +148,8 @@ def _finish(curves: Axes, sweep: Axes, unigram: float, span: tuple[float, float]
     for axes in (curves, sweep):
         axes.grid(axis="y")
         axes.axhline(unigram, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-    curves.annotate(
-        f"unigram entropy, {unigram:.2f}",
-        (1, unigram),
-        (-4, -4),  # below: what learns no more than frequencies lies just above
-        xycoords=curves.get_yaxis_transform(),
-        textcoords="offset points",
-        fontsize=8.5,
-        ha="right",
-        va="top",
-        color=MUTED,
-    )
+    words = f"unigram entropy, {unigram:.2f}"  # below: what learns no more than frequencies lies just above
+    note_at(curves, words, unigram, (-4, -4), fontsize=8.5, ha="right", va="top", color=MUTED)
 
 
 @styled
@@ -250,19 +242,9 @@ def _draw_losses(axes: Axes, arms: Sequence[ArmPicture], counting: float) -> Non
         axes.plot(step, smoothed(arm.losses), color=colour, linewidth=2.4, zorder=3)
     labels = [f"{arm.label}\n{end:.2f}" for arm, end in zip(arms, ends, strict=True)]
     _label_ends(axes, labels, ends)
-    axes.annotate(
-        f"counting symbols, {counting:.2f}",
-        (1, counting),
-        (-4, -8),
-        xycoords=axes.get_yaxis_transform(),
-        textcoords="offset points",
-        color=INK,
-        fontsize=8.5,
-        ha="right",
-        va="top",
-        bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-        zorder=1.5,
-    )
+    box = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+    look = {"color": INK, "fontsize": 8.5, "ha": "right", "va": "top", "bbox": box, "zorder": 1.5}
+    note_at(axes, f"counting symbols, {counting:.2f}", counting, (-4, -8), **look)
 
 
 def _label_ends(axes: Axes, labels: Sequence[str], ends: Sequence[float]) -> None:
@@ -274,18 +256,8 @@ def _label_ends(axes: Axes, labels: Sequence[str], ends: Sequence[float]) -> Non
         places[index] = floor = max(ends[index], floor)
         floor += apart
     for index, label in enumerate(labels):
-        axes.annotate(
-            label,
-            (1, places[index]),
-            (7, 0),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points",
-            color=_DEMO_COLOURS[index],
-            fontweight="bold",
-            va="center",
-            linespacing=1.25,
-            annotation_clip=False,
-        )
+        look = {"color": _DEMO_COLOURS[index], "fontweight": "bold", "va": "center", "linespacing": 1.25}
+        note_at(axes, label, places[index], (7, 0), **look, annotation_clip=False)
 
 
 def _caption(page: Page, left: float, title: str, words: str) -> None:
