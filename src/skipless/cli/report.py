@@ -67,12 +67,12 @@ def gather(paths: Iterable[Path]) -> tuple[list[Inspection], dict[str, list[dict
         if not path.exists():
             raise ValueError(f"{path} does not exist; give {_KINDS}")
         if path.is_dir():
-            name = free_name(_run_name(path), curves)
+            name = free_name(str(_experiment(path).get("name") or path.resolve().name), curves)
             records, found = _read_run(path, name)
             if records:
                 curves[name] = records
         else:
-            found = _read_file(path)
+            found = read_json(path, _shown, f"give {_KINDS}", what="cannot be shown")
         for inspection in found:
             taken = {other.model for other in inspections}
             inspections.append(replace(inspection, model=free_name(inspection.model, taken)))
@@ -95,10 +95,6 @@ def _read_probe(file: Path, name: str, normalised: bool) -> Inspection:
         return Inspection.of_states(f"{name}, step {step}", states, normalised=normalised)
 
 
-def _read_file(path: Path) -> list[Inspection]:
-    return read_json(path, _shown, f"give {_KINDS}", what="cannot be shown")
-
-
 def _shown(data: Any) -> list[Inspection]:
     if isinstance(data, dict) and "networks" in data:
         return Inspection.of_certificates(data)
@@ -107,10 +103,6 @@ def _shown(data: Any) -> list[Inspection]:
         inspections = [Inspection.from_dict(one) for one in several]
         return [each for one in inspections for each in (one, *one.others)]
     raise ValueError("it holds neither an inspection nor certificates of networks")
-
-
-def _run_name(path: Path) -> str:
-    return str(_experiment(path).get("name") or path.resolve().name)
 
 
 def _experiment(path: Path) -> dict[str, Any]:

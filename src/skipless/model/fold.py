@@ -209,7 +209,10 @@ def _merged_blocks(model: Transformer, folding: Folding) -> Iterator[Weights]:
             weights |= {name: weights[name] @ carried for name in STREAMS}
         if block.mlp is not None:
             _merge_mlp(weights, folding.shaped)
-            _change_basis(weights, _next_basis(model, folding, index))
+            following = folding.streams[index + 1] if index + 1 < len(folding.streams) else None
+            if following is not None:  # the matrix that makes this block's output the next one's stream
+                basis = _exact(getattr(_attention(model.blocks[index + 1]), following).weight)
+                weights["down"], weights["down_bias"] = basis @ weights["down"], basis @ weights["down_bias"]
         elif not folding.keeps_output(index):
             carried = weights.pop("output")
         yield weights
@@ -246,17 +249,6 @@ def _merge_mlp(weights: Weights, shaped: ShapedActivation) -> None:
     weights["up_bias"] = shaped.input_scale * weights["up_bias"] + shaped.input_shift
     weights["down"] = shaped.output_scale * weights["down"]
     weights["down_bias"] = weights["down_bias"] + shaped.output_shift * weights["down"].sum(dim=1)
-
-
-def _next_basis(model: Transformer, folding: Folding, index: int) -> Tensor | None:
-    """The matrix that makes block `index`'s output the next block's stream, or None."""
-    stream = folding.streams[index + 1] if index + 1 < len(folding.streams) else None
-    return None if stream is None else _exact(getattr(_attention(model.blocks[index + 1]), stream).weight)
-
-
-def _change_basis(weights: Weights, basis: Tensor | None) -> None:
-    if basis is not None:
-        weights["down"], weights["down_bias"] = basis @ weights["down"], basis @ weights["down_bias"]
 
 
 def _exact(tensor: Tensor) -> Tensor:

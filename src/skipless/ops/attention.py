@@ -257,16 +257,13 @@ def choose(inputs: AttentionInputs) -> tuple[str, str]:
 def _implementation(impl: str, inputs: AttentionInputs) -> Implementation:
     """The one that was asked for, if it can run this; or what "auto" chooses."""
     if impl == "auto":
-        return IMPLEMENTATIONS[_announce(*choose(inputs))]
+        name, reason = choose(inputs)
+        if not torch.compiler.is_compiling() and (name, reason) not in _announced:
+            _announced.add((name, reason))
+            logger.info("impl='auto' runs %r: %s", name, reason)
+        return IMPLEMENTATIONS[name]
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}; use 'auto' or one of {', '.join(map(repr, IMPLEMENTATIONS))}")
     if why := IMPLEMENTATIONS[impl].why_not(inputs):
         raise RuntimeError(f"impl={impl!r} cannot run this: {why}; use impl={choose(inputs)[0]!r}")
     return IMPLEMENTATIONS[impl]
-
-
-def _announce(name: str, reason: str) -> str:
-    if not torch.compiler.is_compiling() and (name, reason) not in _announced:
-        _announced.add((name, reason))
-        logger.info("impl='auto' runs %r: %s", name, reason)
-    return name

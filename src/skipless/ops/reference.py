@@ -95,8 +95,5 @@ def needs_no_bias(inputs: AttentionInputs) -> bool:
     """Whether this is torch's own attention: no bias, no row scale, and a whole sequence or its last query."""
     no_terms = inputs.in_order and inputs.bias_gain is None and inputs.score_bias is None
     whole = inputs.q.shape[2] in (1, inputs.k.shape[2]) or not inputs.bias.causal
-    return inputs.bias.plain and no_terms and whole and not _fused_is_rough(inputs)
-
-
-def _fused_is_rough(inputs: AttentionInputs) -> bool:
-    return inputs.q.is_cuda and inputs.q.dtype == torch.float32
+    rough = inputs.q.is_cuda and inputs.q.dtype == torch.float32  # torch's fused kernels: see backends_with_bias
+    return inputs.bias.plain and no_terms and whole and not rough

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from skipless.files import read_json
 from skipless.paper.claims import Mark
 from skipless.paper.experiments import PaperTable, Setting
 from skipless.paper.records import ResultsFolder
-from skipless.paper.runs import Outcome
 from skipless.paper.tables import TABLES, Summary, all_runs, gather, markdown_table
 
 HEAD = ("paper", "what it shows", "does it come out so?", "what was run", "command")
@@ -221,12 +220,9 @@ def _size(summary: Summary) -> str:
     models = [outcome.arm.outline(setting.scale, setting.text) for outcome in summary.outcomes.values()]
     sizes = dict.fromkeys(f"{model.depth} × {model.width}" for model in models)
     steps = sorted({record.steps for outcome in summary.outcomes.values() for record in all_runs(outcome)})
-    return f"{', '.join(sizes)}, {_span(steps)} steps, {_seeds(summary.outcomes.values())}; {setting.text.title}"
-
-
-def _seeds(outcomes: Iterable[Outcome]) -> str:
-    counts = sorted({len(outcome.runs[1.0]) for outcome in outcomes if outcome.runs.get(1.0)})
-    return f"{_span(counts)} seed{'s' * (counts != [1])}" if counts else "no seed complete"
+    counts = sorted({len(outcome.runs[1.0]) for outcome in summary.outcomes.values() if outcome.runs.get(1.0)})
+    seeds = f"{_span(counts)} seed{'s' * (counts != [1])}" if counts else "no seed complete"
+    return f"{', '.join(sizes)}, {_span(steps)} steps, {seeds}; {setting.text.title}"
 
 
 def _span(values: Sequence[int]) -> str:
