@@ -110,6 +110,7 @@ def test_an_import_that_is_stopped_says_what_its_command_would(capsys, monkeypat
         raise Exit(code)
 
     monkeypatch.setattr(console, "_importing", lambda frame: True)
+    monkeypatch.setattr(console, "written_files", [])  # by commands of other tests in this process
     monkeypatch.setattr(console.os, "_exit", leave)
     for words, said in (
         ("stopped; go on", "skipless: stopped; go on\n"),

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.scan import filtered, initial_attention
 
 from skipless.ops.attention import shaped_attention
 from skipless.ops.bias import BiasVectors
+from skipless.ops.reference import filtered, initial_attention
 from skipless.theory.exponential import ExponentialStep
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 from skipless.theory.shapes import (
@@ -117,6 +117,11 @@ def test_scan_at_a_length_no_matrix_reaches():
     k = values.expand(1, 1, -1, -1)
     last = shaped_attention(torch.zeros_like(k[:, :, -3:]), k, k, shape, impl="reference", decoding=True)[0, 0]
     torch.testing.assert_close(last, initial_attention(shape, values)[-3:], rtol=0, atol=1e-11)
+
+
+def test_scan_refuses_what_has_none():
+    with pytest.raises(ValueError, match=r"AlibiShape has no scan.*dense\(length\)"):
+        initial_attention(AlibiShape(2), normal(4, 2))
 
 
 @pytest.mark.parametrize("kind", [k for k in SHAPES if SHAPES[k].causal])

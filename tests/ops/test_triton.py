@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from tests.ops.scan import initial_attention
 
 from skipless.ops import gpu
 from skipless.ops.attention import is_decoding, shaped_attention
 from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
+from skipless.ops.reference import initial_attention
 from skipless.theory.shapes import AlibiShape, AttentionShape, CompactBias, DenseShape, ExponentialShape, UniformShape
 
 pytestmark = [
