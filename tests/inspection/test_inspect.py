@@ -182,6 +182,17 @@ def test_a_compiled_model_is_run_eagerly():
         assert each.blocks[3].attention_entropy == plain.blocks[3].attention_entropy
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_models_of_other_precisions_have_the_same_numbers(dtype):
+    """That float64 can be inspected at all is no matter of course: torch refuses a norm in a narrower type."""
+    expected, found = (inspect(network("e-spa", depth=6).to(kind), tokens()) for kind in (torch.float32, dtype))
+    tolerance = 1e-4 if dtype == torch.float64 else 0.1
+    for one, other in zip(expected.blocks, found.blocks, strict=True):
+        assert other.cosine_mean == pytest.approx(one.cosine_mean, abs=tolerance)
+        assert other.norm_mean == pytest.approx(one.norm_mean, rel=tolerance)
+    assert found.verdict == expected.verdict
+
+
 @pytest.mark.parametrize("keep_kernels", [True, False])
 def test_the_figure_is_drawn(keep_kernels):
     found = inspect(network("skipless", depth=12), tokens(), keep_kernels=keep_kernels)

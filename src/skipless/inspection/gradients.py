@@ -270,7 +270,7 @@ def weights_of(blocks: Sequence[nn.Module]) -> list[dict[str, Weight]]:
     wholes = [p.flatten(1) if p.dim() > 1 else p[None] if p.dim() else p[None, None] for *_, p in parts]
     rows = [torch.linalg.vector_norm(whole, dim=1, dtype=wide(whole)) for whole in wholes]
     flat = [index for index, (*_, part) in enumerate(parts) if part.dim() == 2]
-    columns = [torch.linalg.vector_norm(wholes[index], dim=0, dtype=torch.float32) for index in flat]
+    columns = [torch.linalg.vector_norm(wholes[index], dim=0, dtype=wide(wholes[index])) for index in flat]
     norms = fetched([*rows, *columns, *(torch.count_nonzero(each) for each in wholes)])
     counts = norms[len(rows) + len(columns) :]
     across = dict(zip(flat, norms[len(rows) : len(rows) + len(columns)], strict=True))
