@@ -4,6 +4,7 @@ import io
 import sys
 
 import pytest
+from rich.console import Console
 
 from skipless import console
 from skipless.console import Progress, near_names, nearest
@@ -125,3 +126,14 @@ def test_an_import_that_is_stopped_says_what_its_command_would(capsys, monkeypat
 def test_a_name_that_steers_a_terminal_is_spelt_out(capsys):
     console.say("red\x1b[31m, \udcff and é")
     assert capsys.readouterr().err == "red\\x1b[31m, \\udcff and é\n"
+
+
+def test_words_between_colons_stay_words():
+    """rich would draw a llama for hf:llama: and a cat for a class of that name."""
+    seen = io.StringIO()
+    out = Console(file=seen, force_terminal=False)
+    console.print_text(out, "hf:llama: the signal")
+    console.print_table(out, ("class", "images"), [(":cat:", "3")], [""])
+    console.print_table(Console(file=seen, force_terminal=True), ("class", "images"), [(":cat:", "3")], [""])
+    assert "hf:llama: the signal" in seen.getvalue()
+    assert seen.getvalue().count(":cat:") == 2

@@ -98,8 +98,9 @@ def say(words: str) -> None:
 
 
 def print_text(console: "Console", words: str, style: str = "", *, wrap: bool = False) -> None:
-    """Words as they are: nothing in them is markup. wrap: broken into lines, in a terminal."""
-    console.print(words, markup=False, highlight=False, style=style, soft_wrap=not (wrap and console.is_terminal))
+    """Words as they are: no markup, and no picture for "hf:llama:". wrap: broken into lines, in a terminal."""
+    soft = not (wrap and console.is_terminal)
+    console.print(words, markup=False, emoji=False, highlight=False, style=style, soft_wrap=soft)
 
 
 _MOST_LISTED = 30
@@ -125,7 +126,7 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
 def print_table(console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
     """A ruled table in a terminal, aligned plain text elsewhere. Numbers to the right; styles colour last cells."""
     if not console.is_terminal:
-        console.print(text_table(head, rows), markup=False, highlight=False, soft_wrap=True)
+        print_text(console, text_table(head, rows))
         return
     from rich.table import Table
     from rich.text import Text
@@ -234,7 +235,7 @@ class Progress:
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text, markup=False, emoji=False, highlight=False)
         elif not self._quiet:
             say(text)
 
