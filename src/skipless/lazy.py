@@ -122,7 +122,7 @@ def import_extensions() -> None:
 def _run(name: str, load: Callable[[], Any]) -> None:
     try:
         load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the command without a word
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if isinstance(error, SyntaxError) else f", line {last.lineno} of {Path(last.filename).name}"
         raise ValueError(f"{name}: {type(error).__name__}: {error}{where}") from error

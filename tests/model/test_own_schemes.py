@@ -185,6 +185,7 @@ def test_no_code_is_imported_that_a_file_names(tmp_path, monkeypatch, kind):
         ("1/0\n", "ZeroDivisionError: division by zero, line 1 of bad.py"),
         ("def f(:\n", "SyntaxError: "),
         ("import nosuch_module\n", "No module named 'nosuch_module', line 1 of bad.py"),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3, line 2 of bad.py"),
         (None, "there is no such file"),
     ],
 )
