@@ -184,7 +184,7 @@ def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> Non
     """`reproduce --list` shows what is in it."""
     runs = {name: total(table, setting) for name, table in TABLES.items() if name.startswith("mirrored")}
     assert runs == {
-        "mirrored-factors": 5 * 3,
+        "mirrored-factors": 6 * 3,
         "mirrored": 16 * (3 + 2) + 10 * 2 + 6 * 1 + 15 + 16,  # tuning, seeds, one more length each, paces
         "mirrored-longer": 5 * (3 + 2 + 2 + 1) + 2,
         "mirrored-long": 4 * (3 + 1 + 1),

@@ -133,6 +133,7 @@ def test_a_mirrored_recipe_of_another_size_has_the_measured_law():
     assert by_law(mirrored, {"model.width": 100, "model.depth": "deep"}) == {}
     assert by_law(paper, {"model.depth": 72, "model.width": 512}) == {}
     readers = recipe("mirrored/e-spa-readers")
-    assert readers.optimizer.role_rates == mirrored.optimizer.role_rates
+    assert readers.optimizer.role_rates["query"] == 3 * readers.optimizer.role_rates["up"]
+    assert mirrored.optimizer.role_rates["query"] == 6 * mirrored.optimizer.role_rates["up"]
     assert by_law(readers, {"model.width": 512}) == {"model.heads": 8, "model.readers": 4}
     assert by_law(readers, {"model.width": 512, "model.readers": 1}) == {"model.heads": 8}

@@ -31,6 +31,8 @@ VANILLA_RATE, SKIP_RATE = 3e-5, 5e-4
 MIRRORED = OptimizerConfig(
     "muon", 2e-3, embedding_rate=1e-2, role_rates={"query": 3.0, "key": 3.0, "up": 0.5, "down": 0.5}
 )
+# With readers: the best of six on a CPU, results/mirrored-gap.md#heads-that-read.
+READERS_ROLE_RATES = {"query": 1.5, "key": 1.5, "value": 0.5, "output": 0.5, "up": 0.5, "down": 0.5}
 GAIN_RATE = 1e-2
 HEAD_WIDTH = 64
 # Networks of images, 12 blocks × 256 over 50 epochs of CIFAR-10: a first guess, around which paper/vision.py tunes.
@@ -57,9 +59,10 @@ def recipe(name: str) -> Experiment:
     if model.images is not None:
         return _image_recipe(name, model)
     if name.startswith("mirrored/"):
-        values = {"value": 0.1, "output": 0.1} if model.value_output == "trained" else {}
+        slower = {"value": 0.1, "output": 0.1} if model.value_output == "trained" else {}
+        roles = READERS_ROLE_RATES if model.readers else {**MIRRORED.role_rates, **slower}
         gain_rate = GAIN_RATE if model.bias_gain else None
-        optimizer = dataclasses.replace(MIRRORED, role_rates={**MIRRORED.role_rates, **values}, gain_rate=gain_rate)
+        optimizer = dataclasses.replace(MIRRORED, role_rates=dict(roles), gain_rate=gain_rate)
         data, train = DataConfig(corpus="wikitext-103", vocab=model.vocab_size), TrainConfig(steps=1500, batch_size=32)
         return Experiment(name.replace("/", "-"), model, data, optimizer, train)
     c4 = name.startswith("c4/")
