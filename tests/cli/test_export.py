@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,8 @@ def other(run: Path) -> None:
     torch.manual_seed(1)
     model = Transformer(ModelConfig(vocab_size=256, width=16, depth=3, heads=2, length=16, activation="gelu"))
     save_weights(model, run / "model.safetensors")
+    experiment = Experiment.from_json((run / "experiment.json").read_text())
+    (run / "experiment.json").write_text(replace(experiment, model=model.config).to_json())
 
 
 def depth_of(folder: Path) -> int:
