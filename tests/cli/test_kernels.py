@@ -109,6 +109,12 @@ def test_flags_reach_the_network(kernels) -> None:
     assert config["hidden"] > 0
 
 
+@pytest.mark.parametrize(("short", "name"), [("mirrored", "mirrored/e-spa"), ("pre-ln", "wikitext103/pre-ln")])
+def test_short_names_of_presets_are_those_of_train(kernels, short, name) -> None:
+    found, meant = (json.loads(kernels(each, *SMALL, "--json", "-", "--no-figure")) for each in (short, name))
+    assert found["networks"][0]["config"] == meant["networks"][0]["config"]
+
+
 @pytest.mark.parametrize("name", ["e-spa", "wikitext103/e-spa"])
 def test_mirrored_mlps_change_nothing_that_attention_does(kernels, name) -> None:
     words = (*SMALL, "--repeat-rate", "0.02", "--json", "-", "--no-figure")

@@ -85,7 +85,7 @@ def select(name: str, options: KernelsArguments) -> Selection:
         import_extensions()
     if name in schemes():
         scheme, rate = _of_kind(name, options.assignments), studies.SIGNAL.repeat_rate
-    elif "/" in name:
+    elif "/" in name or presets.is_known(name):
         scheme = presets.preset(name).scheme
         rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
     else:

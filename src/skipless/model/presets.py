@@ -36,6 +36,11 @@ def full_name(name: str) -> str:
     raise ValueError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
 
 
+def is_known(name: str) -> bool:
+    """Whether `full_name` has an answer."""
+    return name in PRESETS or name == "mirrored" or f"wikitext103/{name}" in PRESETS
+
+
 def configuration(given: Any, **changes) -> ModelConfig:
     """The ModelConfig that is meant: itself, a model's own, or a preset's by its name; with any fields changed."""
     if isinstance(given, str):
