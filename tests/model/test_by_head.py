@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.model.test_readers import build, tokens_of
 from tests.processes import Program
 from typer.testing import CliRunner
 
@@ -37,21 +38,6 @@ def config_of(rates=RATES, **fields) -> ModelConfig:
     sizes = {"vocab_size": 64, "width": 32, "depth": 4, "heads": 4, "length": 24}
     kind = {"mlp_init": "mirrored", "value_output": "identity", "scheme": ExponentialSPA(rates, 0.02)}
     return ModelConfig(**{**sizes, **kind, **fields})
-
-
-def build(config: ModelConfig, *, moved: float = 0.0, impl: str = "reference") -> Transformer:
-    """In float64; away from its start where `moved` says so."""
-    torch.manual_seed(0)
-    model = Transformer(config, impl=impl).double()
-    model.reset_parameters()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(moved * torch.randn_like(parameter))
-    return model
-
-
-def tokens_of(batch: int = 2, length: int = 24) -> torch.Tensor:
-    return torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()

@@ -117,9 +117,8 @@ def _straight(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     found = {name: each.straight for name, each in zip(names, evidence.wired, strict=False) if each.straight}
     if found:
         first, second = next(iter(found.values()))
-        which = _blocks(list(found)).rstrip(",")
         yield (
-            f"In {which[0].lower()}{which[1:]}, what {first} gives goes to {second} as it is, so that the "
+            f"{_in_blocks([*found])} what {first} gives goes to {second} as it is, so that the "
             "two are one linear map: an activation between them is missing."
         )
 
@@ -129,9 +128,8 @@ def _behind(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     found = {name: each.behind for name, each in zip(names, evidence.wired, strict=False) if each.behind}
     if found:
         matrix, activation = next(iter(found.values()))
-        which = _blocks(list(found)).rstrip(",")
         yield (
-            f"In {which[0].lower()}{which[1:]}, an activation ({activation}) reads what {matrix} gives, the last "
+            f"{_in_blocks([*found])} an activation ({activation}) reads what {matrix} gives, the last "
             "matrix of a branch, so that the branch adds nothing below a bound. It belongs between the two matrices."
         )
 
@@ -141,16 +139,14 @@ def _attending(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     sums = {n: w.sums for n, w in zip(names, evidence.wired, strict=False) if w.sums and not _is_one(w.sums)}
     if sums:
         low, high = next(iter(sums.values()))
-        which = _blocks(list(sums)).rstrip(",")
         yield (
-            f"In {which[0].lower()}{which[1:]}, the weights by which attention takes values do not sum to 1 for each "
+            f"{_in_blocks([*sums])} the weights by which attention takes values do not sum to 1 for each "
             f"query, but to {low:.2g} … {high:.2g}. Look for a softmax that is missing, runs over another axis than "
             "that of keys, or is followed by a mask or a factor."
         )
     twice = [name for name, wired in zip(names, evidence.wired, strict=False) if wired.double]
     if twice:
-        which = _blocks(twice).rstrip(",")
-        yield f"In {which[0].lower()}{which[1:]}, a softmax reads what a softmax gives. Leave one of them out."
+        yield f"{_in_blocks(twice)} a softmax reads what a softmax gives. Leave one of them out."
 
 
 def _scaled(model: nn.Module, every: Sequence[Wired]) -> Iterator[str]:
@@ -185,9 +181,8 @@ def _first_hidden(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     signals = zip(names, evidence.signals[1:], strict=False)
     blind = [name for name, each in signals if each.attention_first == 0 and not evidence.padded]
     if blind:
-        which = _blocks(blind).rstrip(",")
         yield (
-            f"In {which[0].lower()}{which[1:]}, no location puts any weight on the first one: a mask hides it. If that "
+            f"{_in_blocks(blind)} no location puts any weight on the first one: a mask hides it. If that "
             "is not meant: look for a mask that is off by one, or made for another token."
         )
 
@@ -226,9 +221,8 @@ def _open_gate(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     found = {name: each.open_gate for name, each in zip(names, evidence.wired, strict=False) if each.open_gate}
     if found:
         first, second = next(iter(found.values()))
-        which = _blocks(list(found)).rstrip(",")
         yield (
-            f"In {which[0].lower()}{which[1:]}, what {first} and {second} give is multiplied as it is: the activation "
+            f"{_in_blocks([*found])} what {first} and {second} give is multiplied as it is: the activation "
             "of a gate is missing."
         )
 
@@ -485,6 +479,11 @@ def _untied(model: nn.Module) -> Iterator[str]:
             "The head has weights of its own, though the config says that it shares the embedding's "
             "(tie_word_embeddings). Call model.tie_weights()."
         )
+
+
+def _in_blocks(names: Sequence[str]) -> str:
+    which = _blocks(names).rstrip(",")
+    return f"In {which[0].lower()}{which[1:]},"
 
 
 def _blocks(names: Sequence[str]) -> str:
