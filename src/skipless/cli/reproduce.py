@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from skipless.figures.kernels import Heading
 
 INDEX, INDEX_MARK = "README.md", b"Every table and figure of the paper"
+ON_BYTES = ("tiny", "cpu")  # scales for which text is prepared as bytes
 _MOST_SHOWN = 12
 
 
@@ -181,7 +182,7 @@ def find_data(data: str | None, scale: str, only_images: bool = False) -> Facts:
         return ImageSet.read(data)
     if data is not None and (Path(data) / MANIFEST).is_file():
         return Text.read(data)
-    return Text.read(prepared(data or "stdlib", 257 if scale == "tiny" else 32_000))
+    return Text.read(prepared(data or "stdlib", 257 if scale in ON_BYTES else 32_000))
 
 
 def _train(
@@ -383,7 +384,7 @@ def _print_verdict(console: Console, mark: str, claim: str, detail: str) -> None
 _TEXT = Text("no text yet", 32_000, 0.008, 7.5, 0, "")
 _BYTES = Text("no text yet", 256, 0.05, 3.2, 0, "")
 _IMAGES = ImageSet("no images yet", 32, 3, (125.0,) * 3, (64.0,) * 3, 10, 0.148, 2.3, 0, "")
-_MACHINES = {"tiny": CPU, "small": H200, "medium": H200, "paper": H200}
+_MACHINES = {"tiny": CPU, "cpu": CPU, "small": H200, "medium": H200, "paper": H200}
 
 
 def show(out: Path) -> None:
@@ -410,7 +411,7 @@ def _line(table: PaperTable, folders: dict[str, ResultsFolder], out: Path) -> li
             costs.append("–")
             continue
         texts = folders[name].texts(table.on_images)
-        stand_in = _IMAGES if table.on_images else _BYTES if name == "tiny" else _TEXT
+        stand_in = _IMAGES if table.on_images else _BYTES if name in ON_BYTES else _TEXT
         setting = Setting.of(scale, texts[0] if texts else stand_in)
         costs.append(f"{total(table, setting)}, {_time(_seconds(table, setting))}")
         if texts:
@@ -442,7 +443,7 @@ def _time(seconds: float) -> str:
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="TABLE...", help="Tables such as baselines; `all`; see --list.")
 ]
-ScaleName = Annotated[str, typer.Option("--scale", help="tiny (a CPU), small (a GPU) or paper (App. H).")]
+ScaleName = Annotated[str, typer.Option("--scale", help="tiny (a test), cpu (hours), small, medium (a GPU) or paper (App. H).")]
 Data = Annotated[str | None, typer.Option(help="A folder made by `skipless prepare`, or a corpus. tiny: stdlib.")]
 Out = Annotated[Path, typer.Option(help="Where logs, tables and figures go.")]
 Rates = Annotated[int | None, typer.Option(help="Learning rates each arm is tried at. Default: the scale's.")]
