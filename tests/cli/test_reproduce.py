@@ -455,7 +455,7 @@ print(time.process_time(), file=sys.stderr)
     [
         (["basline"], "there is no table 'basline'; did you mean 'baselines'"),
         ([], "name a table, such as baselines"),
-        (["baselines", "--scale", "large"], "--scale is 'large'; there are tiny, small, medium, paper"),
+        (["baselines", "--scale", "large"], "--scale is 'large'; there are tiny, cpu, small, medium, paper"),
         (["baselines", "--arms", "espa"], "--arms names 'espa', which no chosen table has; did you mean 'e-spa'"),
         (["baselines", "--jobs", "0"], "--jobs is 0; it must lie in 1 … 256"),
         (["baselines", "--budget", "-1"], "--budget is -1 seconds; it must be positive"),

@@ -443,7 +443,9 @@ def _time(seconds: float) -> str:
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="TABLE...", help="Tables such as baselines; `all`; see --list.")
 ]
-ScaleName = Annotated[str, typer.Option("--scale", help="tiny (a test), cpu (hours), small, medium (a GPU) or paper (App. H).")]
+ScaleName = Annotated[
+    str, typer.Option("--scale", help="tiny (a test), cpu (hours), small, medium (a GPU) or paper (App. H).")
+]
 Data = Annotated[str | None, typer.Option(help="A folder made by `skipless prepare`, or a corpus. tiny: stdlib.")]
 Out = Annotated[Path, typer.Option(help="Where logs, tables and figures go.")]
 Rates = Annotated[int | None, typer.Option(help="Learning rates each arm is tried at. Default: the scale's.")]

@@ -73,9 +73,9 @@ class Text(_Known):
 
     @property
     def title(self) -> str:
-        """Its name as a reader knows it, and its size: "Wikipedia (train-00), 28.9M tokens"."""
+        """Its name as a reader knows it, and its size: "Wikipedia (train-00), 28.9M tokens"; or bytes."""
         name = f"{CORPORA[self.name]} ({self.name})" if self.name in CORPORA else self.name
-        return f"{name}, {self.tokens / 1e6:.1f}M tokens"
+        return f"{name}, {self.tokens / 1e6:.1f}M {'bytes' if self.vocab_size == 256 else 'tokens'}"
 
     def describe(self) -> str:
         """In words, for a table's head."""
