@@ -172,6 +172,10 @@ VALUES: list[list[str]] = [
         "train experiment.json --out new --device cpu",
         set=("train.batch_size=1000000000", "model.depth=100000000", "train.length=99999", "model.vocab_size=3"),
     ),
+    said(
+        "train experiment.json --out new --device cpu --set model.value_output=identity --set model.bias_gain=true "
+        "--set model.readers=99999 --set train.batch_size=1000"
+    ),
     *spread(
         REPRODUCE,
         jobs=NOT_POSITIVE,
