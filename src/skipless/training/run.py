@@ -479,7 +479,7 @@ def least_bytes(experiment: Experiment, processes: int = 1, device: str = "cpu")
     return 12.0 * model.matrix_parameters / sharded + 8.0 * rows * train.length + kept + objects
 
 
-_BLOCK_OBJECTS = 50_000  # bytes; 65,000 were measured
+_BLOCK_OBJECTS = 20_000  # bytes; 29,000 were measured without MLPs, 44,000 with
 
 
 def _kept_numbers(experiment: Experiment, device: str) -> float:
