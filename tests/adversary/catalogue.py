@@ -73,7 +73,7 @@ VALUES: list[list[str]] = [
         valid=("nosuch", ""),
     ),
     *spread("prepare text.txt --out new", vocab=NOT_POSITIVE, sample_mb=(*NOT_FINITE, "0", "1e300")),
-    *spread("prepare text.txt --out new", tokenizer=("nosuch", "text.txt", "data", "export/config.json")),
+    *spread("prepare text.txt --out new", tokenizer=("nosuch", "bytes", "text.txt", "data", "export/config.json")),
     *spread("prepare lines.jsonl --bytes --out new", text_field=("nosuch", "")),
     *([*said("prepare --images --out new"), name] for name in ("nosuch", "", "/dev/null", "tasks", "text.txt", "data")),
     *([*said("prepare pictures --images --out new"), *words] for words in TEXT_ALONE),
@@ -172,6 +172,10 @@ VALUES: list[list[str]] = [
         "train experiment.json --out new --device cpu",
         set=("train.batch_size=1000000000", "model.depth=100000000", "train.length=99999", "model.vocab_size=3"),
     ),
+    said(
+        "train experiment.json --out new --device cpu --set model.value_output=identity --set model.bias_gain=true "
+        "--set model.readers=99999 --set train.batch_size=1000"
+    ),
     *spread(
         REPRODUCE,
         jobs=NOT_POSITIVE,
@@ -245,6 +249,8 @@ READERS: dict[str, list[str]] = {
     "export/config.json": said(GENERATE.replace("run", "export", 1)),
     "export/tokenizer.json": said(GENERATE.replace("run", "export", 1)),
     "export/tokenizer_config.json": said(GENERATE.replace("run", "export", 1)),
+    "vit-run/classes.json": said("export vit-run --out new"),
+    "evaluation.json": ["report", "evaluation.json"],
     "vit-export/config.json": said("eval vit-export --corpus images --device cpu"),
     "inspection.json": ["report", "inspection.json"],
     "certificates.json": ["report", "certificates.json"],
@@ -262,6 +268,7 @@ HARMLESS = {
     ("stopped/env.json", "other types"): "nothing reads it",
     ("certificates.json", "a key less"): "the version that wrote it",
     ("inspection.json", "a key less"): "the version that wrote it",
+    ("evaluation.json", "a key less"): "the version that wrote it",
     ("results/skips-small.json", "a key less"): "the version that wrote it",
     # the folder has no hashes.json, and is said to be unverified: what is left out has its default
     ("export/config.json", "a key less"): "fields of later versions are missing in older files",

@@ -117,6 +117,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "export run --out export",
             "train vit.json --out vit-run --device cpu",
             "export vit-run --out vit-export",
+            "eval vit-run --device cpu --json evaluation.json",
             "inspect run --length 8 --json inspection.json",
             "kernels e-spa --depth 3 --length 6 --no-figure --json certificates.json",
         ):

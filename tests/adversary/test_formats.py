@@ -80,6 +80,8 @@ FILES = (
     "export/tokenizer_config.json",
     "export/generation_config.json",
     "vit-export/config.json",
+    "vit-run/classes.json",
+    "evaluation.json",
     "inspection.json",
     "certificates.json",
     "results/skips-small.json",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from skipless.cli.reproduce import ReproduceArguments, run
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
@@ -479,3 +480,9 @@ def test_what_is_needed_is_said(reproduce) -> None:
     with ResultsFolder("results", "tiny").locked():
         _, err = reproduce("baselines", code=2)
     assert "is reproducing in results: wait for it" in err
+
+
+def test_data_that_is_not_there_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="no corpus 'nosuch'"):
+        run(ReproduceArguments(("baselines",), data="nosuch", out=tmp_path / "new"), Limits())
+    assert not (tmp_path / "new").exists()

@@ -225,6 +225,22 @@ def test_classes_that_would_be_lost_or_not_shown_are_refused(source: Path, tmp_p
     refused("holds train and train.tar, which are the same part: take one away")
 
 
+@pytest.mark.parametrize("part", ["", "train"])
+def test_a_class_without_pictures_in_a_tar_is_refused(source: Path, tmp_path: Path, part: str) -> None:
+    """In a tar of all parts, and in one of train alone, where the tar itself is the part."""
+    third = source / "train" / "third"
+    third.mkdir()
+    (source / "test" / "third").mkdir()
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    tar = packed(source, part, kept / f"{part or 'all'}.tar.xz")
+    with pytest.raises(ValueError, match=r"train/third is a class without pictures .*: put some into it, or take"):
+        prepare_images(kept if part else tar, tmp_path / "out")
+    third.rmdir()
+    packed(source, part, tar)
+    assert len(prepare_images(kept if part else tar, tmp_path / "out").classes) == 2
+
+
 def test_links_are_followed_and_what_is_no_picture_is_counted(source: Path, tmp_path: Path) -> None:
     """A class may be a link to a folder elsewhere, as sets are put together; no file waits for a writer."""
     (source / "train" / "along").rename(tmp_path / "elsewhere")

@@ -68,3 +68,20 @@ def test_classes_are_labels():
     config = SkiplessConfig(width=64, heads=4, head="pooled", classes=5)
     assert config.num_labels == 5
     assert SkiplessConfig(width=64, heads=4, id2label={0: "a", 1: "b"}).num_labels == 2
+
+
+def test_labels_and_classes_are_one_number(tmp_path):
+    """Of a file that says two, neither is taken; a wish for another number is one for as many classes."""
+    file = tmp_path / "config.json"
+    SkiplessConfig(width=64, heads=4, head="pooled", classes=3, id2label={0: "a", 1: "b", 2: "c"}).save_pretrained(
+        tmp_path
+    )
+    two = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}}
+    for wish in ({"num_labels": 2}, two):
+        wished = AutoConfig.from_pretrained(tmp_path, **wish)
+        assert (wished.num_labels, wished.classes, wished.native().classes) == (2, 2, 2)
+    saved = json.loads(file.read_text())
+    for wrong in ({"classes": 4}, two):
+        file.write_text(json.dumps({**saved, **wrong}))
+        with pytest.raises(ValueError, match=r"names (3|2) classes in id2label, and classes is (4|3): give each class"):
+            AutoConfig.from_pretrained(tmp_path)

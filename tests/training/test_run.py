@@ -12,7 +12,8 @@ import torch
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes, TrainUnigram
 from skipless.model.config import ModelConfig
-from skipless.training.config import Experiment
+from skipless.model.transformer import Transformer
+from skipless.training.config import Experiment, TrainConfig
 from skipless.training.distributed import World
 from skipless.training.load import find_tokenizer
 from skipless.training.run import (
@@ -22,6 +23,7 @@ from skipless.training.run import (
     RunFolder,
     flops_per_token,
     git_state,
+    least_bytes,
     read_experiment,
     read_metrics,
 )
@@ -429,3 +431,41 @@ def test_utilisation_is_of_all_devices(experiment, tmp_path, processes):
     whole = flops_per_token(experiment.model.matrix_parameters, experiment)
     assert opened.display.flops_per_token == whole / processes
     assert opened.feed.loader.batch(0).tokens.shape[0] == experiment.train.batch_size // processes
+
+
+def kept(experiment: Experiment) -> int:
+    """Bytes that autograd keeps of one forward pass, weights apart: each storage once."""
+    model, train = Transformer(experiment.model), experiment.train
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    seen: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    tokens = torch.zeros(train.batch_size, train.length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(each.untyped_storage().nbytes() for at, each in seen.items() if at not in weights)
+
+
+IDENTITY = {"mlp_init": "mirrored", "value_output": "identity"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hidden": 512},
+        {"hidden": 0, "kv_heads": 1},
+        {"position": "relative"},
+        IDENTITY,
+        {**IDENTITY, "bias_gain": True},
+        {**IDENTITY, "bias_gain": True, "readers": 40},
+    ],
+)
+def test_the_least_memory_is_below_what_is_taken_and_not_far(changes):
+    model = ModelConfig(vocab_size=16, width=32, depth=6, heads=4, length=32, activation="gelu", **changes)
+    experiment = Experiment("x", model, train=TrainConfig(batch_size=8, length=32, precision="fp32"))
+    estimate = least_bytes(experiment) - 12 * model.matrix_parameters - 8 * 8 * 32 - 6 * 20_000
+    assert estimate <= kept(experiment) <= 3 * estimate

@@ -89,6 +89,10 @@ def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> 
         raise ValueError("--bytes and --tokenizer exclude each other: give one")
     if as_bytes:
         return Bytes(), "bytes"
+    if file == Path("bytes") and not file.exists():  # as generate, eval and export have it
+        raise ValueError(
+            "--tokenizer is a SentencePiece .model, and no file bytes is here: for byte values use --bytes"
+        )
     if file:
         return FileTokenizer(file), file.stem
     return TrainUnigram(vocab, sample_mb), str(vocab)

@@ -61,8 +61,11 @@ def run(asked: ReproduceArguments, limits: Limits) -> bool:
     folder = ResultsFolder(asked.out, asked.scale)
     _check_place(asked.out)
     reporter = Reporter()
+    trained = [table for table in tables if not table.kernels]
+    if not asked.tables_only:
+        settings = _settings(asked, trained, folder)  # before the folder is made: data may be refused
     with folder.locked():
-        settings = _settings(asked, [table for table in tables if not table.kernels], folder)
+        settings = _settings(asked, trained, folder) if asked.tables_only else settings
         tables = [table for table in tables if table.kernels or table.name in settings]
         try:
             if settings and not asked.tables_only:

@@ -174,9 +174,11 @@ def _of_class(folder: Path, part: str, others: Counter[str]) -> Iterator[Picture
         with reading(path), path.open("rb") as file:
             yield Picture(part, folder.name, str(path), _bounded(file.read(MOST_BYTES + 1), str(path)))
     if not seen and SPLITS[part] == "train":
-        raise ValueError(
-            f"{folder} is a class without pictures ({', '.join(SUFFIXES)}): put some into it, or take the folder away"
-        )
+        raise ValueError(_without_pictures(str(folder)))
+
+
+def _without_pictures(folder: str) -> str:
+    return f"{folder} is a class without pictures ({', '.join(SUFFIXES)}): put some into it, or take the folder away"
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -190,12 +192,20 @@ def _is_picture(name: str) -> bool:
 
 
 def _of_tar(path: Path, part: str | None, others: Counter[str]) -> Iterator[Picture]:
-    """Members are PART/CLASS/FILE, below any folder; in a tar named after a part also CLASS/FILE. None is unpacked."""
+    """Members are PART/CLASS/FILE, below any folder; in a tar named after a part also CLASS/FILE. None is unpacked.
+
+    A class of train that is a folder there and has no picture is refused, as one outside of a tar is.
+    """
+    kinds: dict[tuple[str, ...], str] = {}  # folders of train's classes
+    full: set[tuple[str, ...]] = set()  # those that hold pictures, at any depth
     with reading(path, "pack it again", what="is no tar file, or damaged"), tarfile.open(path, "r|*") as tar:
         for member in tar:
             inside = [step for step in PurePosixPath(member.name).parts if step not in (".", "/")]
             own = inside[-3] if len(inside) >= 3 else part
             if member.isdir():
+                above = inside[-2] if len(inside) >= 2 else part
+                if inside and above == "train" and not inside[-1].startswith("."):
+                    kinds[*inside] = f"{path}:{member.name}"
                 continue
             if not member.isfile() or len(inside) < 2 or own not in SPLITS or not _is_picture(inside[-1]):
                 others[f"{path}:{member.name}"] += 1
@@ -203,7 +213,11 @@ def _of_tar(path: Path, part: str | None, others: Counter[str]) -> Iterator[Pict
             file = tar.extractfile(member)
             assert file is not None
             name = f"{path}:{member.name}"
+            full.update(tuple(inside[:depth]) for depth in range(len(inside)))
             yield Picture(own, inside[-2], name, _bounded(file.read(MOST_BYTES + 1), name))
+    for kind, where in kinds.items():
+        if kind not in full:
+            raise ValueError(_without_pictures(where))
 
 
 def _bounded(data: bytes, name: str) -> bytes:

@@ -101,6 +101,20 @@ class SkiplessConfig(PreTrainedConfig):
         """The wrapper of a ModelConfig; kwargs are transformers' own fields, such as eos_token_id."""
         return cls(**config.to_dict(), **kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers. A file that names another number of classes than its head has is refused.
+
+        Labels among kwargs are a wish for another head, and of any number.
+        """
+        classes, named = config_dict.get("classes"), config_dict.get("id2label")
+        if classes and isinstance(named, dict) and len(named) != classes:
+            raise ValueError(
+                f"config.json names {len(named)} classes in id2label, and classes is {shortened(classes)}: give each "
+                "class one name; for another number load it with num_labels=…, ignore_mismatched_sizes=True"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
     def native(self) -> ModelConfig:
         """The ModelConfig these attributes say, checked anew."""
         return ModelConfig.from_dict({name: getattr(self, name) for name in FIELDS})
@@ -129,6 +143,8 @@ class SkiplessConfig(PreTrainedConfig):
             self._check_image_size(key, value)
         else:
             super().__setattr__(key, value)
+            if key == "id2label" and value and vars(self).get("classes"):  # num_labels sets it too: they are one number
+                super().__setattr__("classes", len(value))
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, with the file by which trust_remote_code=True finds this package."""

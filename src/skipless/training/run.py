@@ -463,16 +463,36 @@ def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
     return 6.0 * matrix_parameters + attention * model.depth * model.width * experiment.train.length
 
 
-def least_bytes(experiment: Experiment, processes: int = 1) -> float:
-    """What training takes at the very least in each of so many processes: far less than it will take.
+def least_bytes(experiment: Experiment, processes: int = 1, device: str = "cpu") -> float:
+    """What training takes at the very least in each of so many processes: less than it will take.
 
-    Weights, gradients and one moment in float32; the rows' tokens; and the input of each block, in two bytes a number.
+    Weights, gradients and one moment in float32; the rows' tokens; what blocks keep for their backward pass, which with
+    train.recompute is their inputs and the rest of one; and on a CPU the objects that blocks are made of.
     """
     model, train = experiment.model, experiment.train
     sharded = processes if train.strategy == "fsdp" else 1
     rows = train.batch_size / processes
-    kept = rows / train.accumulate * train.length * model.width * model.depth
-    return 12.0 * model.matrix_parameters / sharded + 8.0 * rows * train.length + 2.0 * kept
+    tokens, number = rows / train.accumulate * train.length, 4 if train.precision == "fp32" else 2
+    blocks = 1 if train.recompute else model.depth
+    kept = tokens * number * (model.depth * model.width + blocks * _kept_numbers(experiment, device))
+    objects = _BLOCK_OBJECTS * model.depth if device == "cpu" else 0
+    return 12.0 * model.matrix_parameters / sharded + 8.0 * rows * train.length + kept + objects
+
+
+_BLOCK_OBJECTS = 20_000  # bytes; 29,000 were measured without MLPs, 44,000 with
+
+
+def _kept_numbers(experiment: Experiment, device: str) -> float:
+    """Of a token in a block, besides its input: queries and keys, readers' values and outputs, hidden units.
+
+    Attention's weights too, where its bias is trained and no fused kernel adds it: with relative positions, and on a
+    CPU with gains.
+    """
+    model = experiment.model
+    kv = model.width // model.heads * (model.kv_heads or model.heads)
+    dense = model.position == "relative" or (model.bias_gain and device == "cpu")
+    weights = (model.heads + model.readers) * experiment.train.length if dense else 0
+    return model.width + kv + 4 * model.reader_width + (model.hidden or 0) + weights
 
 
 class Board:

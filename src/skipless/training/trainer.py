@@ -262,7 +262,7 @@ class Trainer:
         self.graph = uses_graph(experiment, world)
         self.feed = open_feed(experiment, world)
         smaller = "lower train.batch_size, raise train.accumulate, or make the network smaller"
-        check_fits(least_bytes(experiment, world.size), "this run", smaller, world.free_memory)
+        check_fits(least_bytes(experiment, world.size, world.device.type), "this run", smaller, world.free_memory)
         self.board = Board(run.path / "tensorboard") if tensorboard and world.main else None
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
         flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
