@@ -36,7 +36,7 @@ class Evidence:
     what `probe` found, by kind. cousins: parameters of the network's other stacks, which stand in for siblings where a
     stack has few. norms: by block the names of those that do not normalise. padded: whether rows have padding."""
 
-    signals: Sequence[BlockSignal]
+    signals: tuple[BlockSignal, ...]
     weights: Sequence[Mapping[str, Weight]] = ()
     gradients: Sequence[Mapping[str, float]] = ()
     unused: Sequence[Sequence[str]] = ()
