@@ -7,7 +7,7 @@ from statistics import median
 
 from torch import nn
 
-from skipless.inspection.evidence import Evidence, at
+from skipless.inspection.evidence import Evidence, at, nothing_left
 from skipless.inspection.faults import first_fault
 from skipless.inspection.inputs import own_network
 from skipless.inspection.inspection import BlockSignal
@@ -89,11 +89,8 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresh
     for each in signals:
         if not math.isfinite(each.norm_max):
             return Verdict("explosion", each.block, f"Activations are not finite {at(each)}.")
-        if each.norm_mean == 0:
-            return Verdict("vanishing", each.block, f"Activations are all zero {at(each)}.")
-        if math.isnan(each.cosine_mean):
-            text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
-            return Verdict("vanishing", each.block, text)
+        if (dead := nothing_left(each)) is not None:
+            return dead
     return None
 
 

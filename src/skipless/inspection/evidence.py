@@ -72,6 +72,16 @@ def blame(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault
     return Fault(each.block, Verdict(kind, each.block, text), advice)
 
 
+def nothing_left(each: BlockSignal) -> Verdict | None:
+    """The verdict on a signal without two locations to compare."""
+    if each.norm_mean == 0:
+        return Verdict("vanishing", each.block, f"Activations are all zero {at(each)}.")
+    if math.isnan(each.cosine_mean):
+        text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
+        return Verdict("vanishing", each.block, text)
+    return None
+
+
 def listed(labels: Sequence[str]) -> str:
     """The first three, and how many more."""
     return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")

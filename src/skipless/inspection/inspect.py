@@ -30,9 +30,9 @@ from skipless.inspection.inputs import (
     with_decoder_ids,
 )
 from skipless.inspection.inspection import BlockSignal, Inspection
+from skipless.inspection.notes import idle_outside, not_learning, not_read, of_model, on_stack
 from skipless.inspection.prediction import predict
 from skipless.inspection.probes import Seen, Watched, padding_seen, probe
-from skipless.inspection.remarks import idle_outside, not_learning, not_read, of_model, remarks
 from skipless.inspection.stacks import Block, find_stacks, hidden, listening, says_causal
 from skipless.inspection.statistics import InspectOptions
 from skipless.inspection.wiring import idle_norms
@@ -90,7 +90,7 @@ def inspect(
         evidence = _evidence(recorder, held, each)
         if theory is not None:
             evidence = replace(evidence, signals=_with_theory(evidence.signals, theory, recorder))
-        said = remarks(model, recorder.blocks, evidence, each)
+        said = on_stack(model, recorder.blocks, evidence, each)
         found.append(judged(model, name, recorder, evidence, thresholds, said))
     whole = at_fault(found, recorders)
     return replace(whole, notes=(*whole.notes, *notes, *idle_outside(idle)))
