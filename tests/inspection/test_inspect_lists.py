@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import XLMConfig, XLMWithLMHeadModel
 
+from skipless.inspection.ablation import rounding
 from skipless.inspection.callback import SignalCallback
-from skipless.inspection.inspect import inspect, rounding
+from skipless.inspection.inspect import inspect
 from skipless.inspection.stacks import find_blocks, find_stacks
 
 WIDTH, LENGTH, VOCABULARY = 32, 12, 64

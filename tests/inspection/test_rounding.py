@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from skipless.inspection.inspect import rounding
+from skipless.inspection.ablation import rounding
 from skipless.model.presets import preset
 from skipless.model.quantise import quantised
 from skipless.model.transformer import Transformer

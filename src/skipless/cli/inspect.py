@@ -349,7 +349,8 @@ def _nearest_width(name: str, sizes: Mapping[str, int]) -> str:
 
 
 def _inspected(asked: InspectArguments, blocks: str | None, device: str, half: Rounded | None) -> Inspection:
-    from skipless.inspection.inspect import inspect, rounding, with_rounding
+    from skipless.inspection.ablation import rounding, with_rounding
+    from skipless.inspection.inspect import inspect
     from skipless.training.distributed import find_device
 
     place = find_device(device)

@@ -1,17 +1,30 @@
-"""What a trained network loses when something of it is taken away, block by block: do all its blocks work?
+"""What a network loses when something of it is taken away: a block, the order of two, digits of its numbers.
 
 Losses are in nats per token, over rows of text (rows, T+1), computed in the model's own precision.
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from skipless.model.quantise import Quantisation, quantised
+from skipless.inspection.hooks import batch_second, check_locations, rows_first, undisturbed
+from skipless.inspection.inputs import (
+    Batch,
+    answer,
+    check_batch,
+    padding,
+    rows_and_length,
+    unwrapped,
+    with_decoder_ids,
+)
+from skipless.inspection.inspection import Inspection
+from skipless.inspection.stacks import find_blocks, hidden, listening
+from skipless.model.quantise import QUANTISATIONS, Quantisation, quantised
 from skipless.model.transformer import Transformer
+from skipless.ops.precision import HALF, autocast
 
 _ROWS = 16  # at once
 _RIDGE = 1e-6  # of the mean of the diagonal, so that the normal equations of few tokens have a solution
@@ -153,3 +166,64 @@ def _worst(sums: Sequence[Tensor]) -> Outliers:
         power = square / count
         found.append((fourth / count / power**2 if power else 0.0, most / power**0.5 if power else 0.0))
     return Outliers(max(kurtosis for kurtosis, _ in found), max(largest for _, largest in found))
+
+
+@torch.no_grad()
+def rounding(
+    model: nn.Module,
+    batch: Batch,
+    precision: str = "bf16",
+    *,
+    blocks: Sequence[str] | str | None = None,
+) -> list[float]:
+    """‖x̂ − x‖/‖x − x̄‖ after every block, first to last: what rounding adds, over what tells locations apart.
+
+    x is computed in the parameters' precision, x̂ under autocast in `precision`, "bf16" or "fp16", or with matrices and
+    their inputs rounded as "int8", "fp8" and the others of skipless.model.quantise; x̄ is the mean of a row's locations,
+    padding left out. What one block of a network without skips adds, all that follow hand on, so that it grows with
+    depth. model, batch and blocks are as for `inspect`; the model is left as it was.
+    """
+    if precision not in (*HALF, *QUANTISATIONS):
+        raise ValueError(f"precision is {precision!r}; use one of {', '.join((*HALF, *QUANTISATIONS))}")
+    model = unwrapped(model)
+    check_batch(model, batch, None)
+    batch = with_decoder_ids(model, batch, None)
+    found = [block for _, block in find_blocks(model, blocks)]
+    exact = _outputs(model, batch, found, "fp32")
+    with quantised(found, precision) if precision in QUANTISATIONS else nullcontext():
+        rounded = _outputs(model, batch, found, precision)
+    mask = padding(batch)
+    check_locations(exact[0], mask)
+    return [_share(x, y, mask) for x, y in zip(exact, rounded, strict=True)]
+
+
+def with_rounding(found: Inspection, shares: Sequence[float]) -> Inspection:
+    """The inspection of a network with what `rounding` says of it; nothing is rounded before the first block."""
+    blocks = zip(found.blocks, (0.0, *shares), strict=True)
+    return replace(found, blocks=tuple(replace(block, rounding=share) for block, share in blocks))
+
+
+def _outputs(model: nn.Module, batch: Batch, blocks: list[nn.Module], precision: str) -> list[Tensor]:
+    """What every block gives, as (rows, T, width); "fp32" leaves the parameters' precision as it is."""
+    given: list[Tensor] = []
+    device = next(model.parameters()).device
+    with (
+        listening(blocks, after=lambda index: lambda *passed: given.append(hidden(passed[-1]))),
+        undisturbed(model),
+        autocast(precision, device),
+    ):
+        answer(model, batch)
+    if len(given) != len(blocks):
+        raise ValueError(
+            f"{len(given)} outputs came from {len(blocks)} blocks; name those that run, once each: blocks=[…]"
+        )
+    swapped = batch_second(given[0], blocks, rows_and_length(batch))
+    return [rows_first(x, swapped) for x in given]
+
+
+def _share(exact: Tensor, rounded: Tensor, mask: Tensor | None) -> float:
+    real = torch.ones_like(exact[..., :1], dtype=torch.bool) if mask is None else mask[..., None].to(exact.device)
+    error = (rounded.double() - exact.double()).where(real, 0.0)
+    mean = exact.double().where(real, 0.0).sum(1, keepdim=True) / real.sum(1, keepdim=True)
+    apart = (exact.double() - mean).where(real, 0.0)
+    return float(error.norm() / apart.norm())

@@ -11,12 +11,11 @@ from typing import Any, cast
 import numpy as np
 from torch import nn
 
-from skipless.inspection.diagnosis import Structure, diagnose
 from skipless.inspection.evidence import Evidence
 from skipless.inspection.gradients import gradients_held, weights_of
 from skipless.inspection.hooks import Recorder, uncompiled
 from skipless.inspection.inputs import DECODER_IDS, padding, rows_and_length
-from skipless.inspection.inspect import assemble, at_fault
+from skipless.inspection.inspect import at_fault, in_order, judged
 from skipless.inspection.inspection import Inspection
 from skipless.inspection.stacks import find_stacks
 from skipless.inspection.statistics import InspectOptions
@@ -127,7 +126,7 @@ class SignalCallback:
         self.cancel()
         if not recorders:
             return None
-        complete = sorted((each for each in recorders if each.complete), key=lambda each: each.started)
+        complete = in_order(recorders)
         if not complete:
             reason = next((each.refused for each in recorders if each.refused), "not every block ran")
             logger.warning("step %d: %s, so its signal is not logged", step, reason)
@@ -144,13 +143,11 @@ class SignalCallback:
         return metrics
 
     def _found(self, recorder: Recorder) -> Inspection:
-        """The inspection of one stack."""
         blocks = recorder.blocks
         gradients, weights = gradients_held(blocks), weights_of([block for _, block in blocks])
-        signals, locations = assemble(recorder, gradients, weights)
+        signals = recorder.signals(gradients, weights)
         evidence = Evidence(signals, weights, [each.matrices for each in gradients])
-        verdict, advice = diagnose(evidence, Structure.of(self.model, blocks, signals))
-        return Inspection(type(self.model).__name__, signals, verdict, advice, None, locations)
+        return judged(self.model, type(self.model).__name__, recorder, evidence)
 
     def cancel(self) -> None:
         """Take the hooks away without logging."""

@@ -4,15 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from torch import nn
 
-from skipless.inspection.evidence import Evidence, at
+from skipless.inspection.evidence import Evidence, at, nothing_left
 from skipless.inspection.faults import first_fault
+from skipless.inspection.inputs import own_network
 from skipless.inspection.inspection import BlockSignal
 from skipless.model.config import ModelConfig
-from skipless.model.transformer import Transformer
 from skipless.theory.certificate import Thresholds, Verdict
 from skipless.theory.feasibility import round_up, smallest_gamma_final
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
@@ -41,8 +40,9 @@ class Structure:
         cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], signals: Sequence[BlockSignal]
     ) -> "Structure":
         """By our configuration, else by the modules' names and by what was measured."""
-        config = _config(model)
-        if config is not None:
+        own = own_network(model)
+        if own is not None:
+            config = own.config
             skips = (config.attention_skip, config.mlp_skip)
             shortcuts = any(skip.shortcut != 0 for skip in skips)
             return cls(len(blocks), shortcuts, config.norm != "none", config.norm == "post", config)
@@ -51,14 +51,6 @@ class Structure:
         norms = any("norm" in type(module).__name__.lower() for _, block in blocks for module in block.modules())
         constant = all(math.isclose(each.norm_mean, signals[-1].norm_mean, rel_tol=0.2) for each in signals[1:])
         return cls(len(blocks), shortcuts, norms, norms and constant)
-
-
-def _config(model: Any) -> ModelConfig | None:
-    inner = getattr(model, "model", None)
-    for candidate in (model, inner):
-        if isinstance(candidate, Transformer):
-            return candidate.config
-    return None
 
 
 def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | None = None) -> tuple[Verdict, str]:
@@ -97,11 +89,8 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresh
     for each in signals:
         if not math.isfinite(each.norm_max):
             return Verdict("explosion", each.block, f"Activations are not finite {at(each)}.")
-        if each.norm_mean == 0:
-            return Verdict("vanishing", each.block, f"Activations are all zero {at(each)}.")
-        if math.isnan(each.cosine_mean):
-            text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
-            return Verdict("vanishing", each.block, text)
+        if (dead := nothing_left(each)) is not None:
+            return dead
     return None
 
 

@@ -36,7 +36,7 @@ class Evidence:
     what `probe` found, by kind. cousins: parameters of the network's other stacks, which stand in for siblings where a
     stack has few. norms: by block the names of those that do not normalise. padded: whether rows have padding."""
 
-    signals: Sequence[BlockSignal]
+    signals: tuple[BlockSignal, ...]
     weights: Sequence[Mapping[str, Weight]] = ()
     gradients: Sequence[Mapping[str, float]] = ()
     unused: Sequence[Sequence[str]] = ()
@@ -70,6 +70,16 @@ def at(each: BlockSignal) -> str:
 def blame(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault:
     """The fault of the block that a signal is of."""
     return Fault(each.block, Verdict(kind, each.block, text), advice)
+
+
+def nothing_left(each: BlockSignal) -> Verdict | None:
+    """The verdict on a signal without two locations to compare."""
+    if each.norm_mean == 0:
+        return Verdict("vanishing", each.block, f"Activations are all zero {at(each)}.")
+    if math.isnan(each.cosine_mean):
+        text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
+        return Verdict("vanishing", each.block, text)
+    return None
 
 
 def listed(labels: Sequence[str]) -> str:

@@ -1,4 +1,9 @@
-"""Faults of single blocks: what sets one apart from its siblings, and the parameter that does it."""
+"""Faults of single blocks: what sets one apart from its siblings, and the parameter that does it.
+
+A rule reads the evidence on one block and gives a Fault or None. A new one goes into _RULES at the end of this file,
+behind those that name a deeper cause of what it sees; rules of shortcuts and attention are in branches.py, and what may
+be meant is no fault but a note (notes.py).
+"""
 
 import math
 from itertools import pairwise
@@ -14,7 +19,7 @@ from skipless.inspection.branches import (
     other_gain,
     other_scale,
 )
-from skipless.inspection.evidence import CUTS, Evidence, Fault, apart, at, blame, listed, odd_parameters
+from skipless.inspection.evidence import CUTS, Evidence, Fault, apart, at, blame, listed, nothing_left, odd_parameters
 from skipless.inspection.inspection import BlockSignal
 from skipless.theory.certificate import VerdictKind
 
@@ -44,15 +49,8 @@ def first_fault(evidence: Evidence) -> Fault | None:
     fault = _not_finite(evidence)
     if fault is not None:
         return fault
-    cut = _cut(evidence)
-    for each in evidence.signals[1:]:
-        for rule in _RULES:
-            if cut is not None and cut.block == each.block and rule not in (_zeros, _parameters):
-                return cut
-            found = rule(evidence, each)
-            if found is not None:
-                return found
-    return cut_shortcut(evidence) or _gradient_jump(evidence)
+    tried = (rule(evidence, each) for each in evidence.signals[1:] for rule in _RULES)
+    return next(filter(None, tried), None) or cut_shortcut(evidence) or _gradient_jump(evidence)
 
 
 def _not_finite(evidence: Evidence) -> Fault | None:
@@ -80,23 +78,21 @@ def _not_finite(evidence: Evidence) -> Fault | None:
     return blame(spoiled, "explosion", f"Activations are not finite {at(spoiled)}.", look)
 
 
-def _cut(evidence: Evidence) -> Fault | None:
-    """The first block that gives something outside the graph, or hands no gradient back though one reaches it."""
-    for before, each in pairwise(evidence.signals):
-        if each.attached is False:
-            text = f"No gradient passes block {each.block} ({each.name}): what it gives is detached from the graph."
-            return blame(each, "vanishing", text, f"Look in {each.name} for {CUTS} on its way to the output.")
-        arrived, back = each.gradient_mean, _handed_back(before, each)
-        if arrived is None or not _UNDERFLOW < arrived < math.inf:
-            continue
-        if back == 0 or (back is None and before.attached and before.block > 0):
-            place = f"block {each.block} ({each.name})"
-            text = f"Gradients are all zero before {place}: they reach it, and it hands none back."
-            silent = _silent(evidence, each)
-            named = f" {listed(silent)} get no gradient either." if silent else ""
-            look = f"Look in {each.name} for {CUTS} on what it reads, or a factor of zero.{named}"
-            return blame(each, "vanishing", text, look)
-    return None
+def _cut(evidence: Evidence, each: BlockSignal) -> Fault | None:
+    """A block that gives something outside the graph, or hands no gradient back though one reaches it."""
+    if each.attached is False:
+        text = f"No gradient passes block {each.block} ({each.name}): what it gives is detached from the graph."
+        return blame(each, "vanishing", text, f"Look in {each.name} for {CUTS} on its way to the output.")
+    before, arrived = evidence.signals[each.block - 1], each.gradient_mean
+    back = _handed_back(before, each)
+    passes = back != 0 and (back is not None or not before.attached or before.block == 0)
+    if arrived is None or not _UNDERFLOW < arrived < math.inf or passes:
+        return None
+    text = f"Gradients are all zero before block {each.block} ({each.name}): they reach it, and it hands none back."
+    silent = _silent(evidence, each)
+    named = f" {listed(silent)} get no gradient either." if silent else ""
+    look = f"Look in {each.name} for {CUTS} on what it reads, or a factor of zero.{named}"
+    return blame(each, "vanishing", text, look)
 
 
 def _handed_back(before: BlockSignal, each: BlockSignal) -> float | None:
@@ -125,17 +121,12 @@ def _gradient_jump(evidence: Evidence) -> Fault | None:
 
 
 def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    before = evidence.signals[each.block - 1]
-    if each.norm_mean == 0:
-        return blame(
-            each,
-            "vanishing",
-            f"Activations are all zero {at(each)}.",
-            f"Look at what {each.name} multiplies its output by.{_suspect(evidence, each)}",
-        )
-    if math.isnan(each.cosine_mean):
-        text = f"Activations are zero {at(each)} but for at most one location of each row: none can be compared."
-        return blame(each, "vanishing", text, f"Look for a mask that {each.name} multiplies its output by.")
+    before, dead = evidence.signals[each.block - 1], nothing_left(each)
+    if dead is not None:
+        look = f"Look for a mask that {each.name} multiplies its output by."
+        if each.norm_mean == 0:
+            look = f"Look at what {each.name} multiplies its output by.{_suspect(evidence, each)}"
+        return Fault(each.block, dead, look)
     if each.norm_min == 0 < before.norm_min:
         text = f"Some locations are zero {at(each)}, though none was before it."
         look = (
@@ -443,6 +434,7 @@ def _leak(evidence: Evidence, each: BlockSignal) -> Fault | None:
 _RULES = (
     _zeros,
     _parameters,
+    _cut,
     _never_negative,
     _bounded,
     _alike,

@@ -6,9 +6,9 @@ read before both are over, so that a GPU is never waited for.
 
 import math
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
-from skipless.inspection.stacks import is_called, listening
+from skipless.inspection.gradients import BlockGradients, Weight, matrix_sizes
+from skipless.inspection.inspection import BlockSignal
+from skipless.inspection.stacks import hidden, is_called, listening
 from skipless.inspection.statistics import (
     ActivationStats,
     Described,
@@ -30,6 +32,9 @@ from skipless.inspection.statistics import (
 from skipless.nn.attention import ShapedAttention
 
 _TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+_MEASURED = [each.name for each in fields(ActivationStats) if each.name not in ("norms", "picture")]
 
 
 class Recorder:
@@ -103,6 +108,68 @@ class Recorder:
     def returned(self) -> dict[int, np.ndarray]:
         """The same of the gradient that each block hands to what comes before it, by block from 1."""
         return {index: norms**2 for index, norms in _by_block(self._returned).items()}
+
+    def signals(
+        self, gradients: Sequence[BlockGradients], weights: Sequence[Mapping[str, Weight]]
+    ) -> tuple[BlockSignal, ...]:
+        """All numbers of what enters the first block and of what leaves each; gradients relative to the output's."""
+        names = ["input", *(name for name, _ in self.blocks)]
+        return tuple(
+            BlockSignal(
+                index,
+                name,
+                **{measured: getattr(stats, measured) for measured in _MEASURED},
+                **self._gradient(index),
+                **self._attended(index),
+                **dict(zip(("carry", "kept", "coefficient"), self.carries.get(index, ()), strict=False)),
+                attached=self.attached.get(index),
+                kept_back=self.handed.get(index),
+                parameter_gradients=gradients[index - 1].groups if index else {},
+                parameter_sizes=matrix_sizes(weights[index - 1]) if index else {},
+            )
+            for index, (name, stats) in enumerate(zip(names, self.stats, strict=True))
+        )
+
+    def _attended(self, index: int) -> dict[str, float]:
+        seen = self.attention.get(index)
+        return {} if seen is None else {f"attention_{name}": value for name, value in vars(seen).items()}
+
+    def _gradient(self, index: int) -> dict[str, float]:
+        """What BlockSignal says of the gradient that arrives behind a block, and of the one that it hands back."""
+        found, real, unit = {}, self.real, self._unit
+        if (arrived := self.gradients.get(index)) is not None:
+            found["gradient_mean"] = float(arrived.mean(where=real)) / unit
+            found["gradient_max"] = float(arrived.max(where=real, initial=0.0)) / unit
+            found["gradient_zeros"] = float((arrived == 0).mean(where=real))
+        if (back := self.returned.get(index)) is not None:
+            found["gradient_back"] = float(back.mean(where=real)) / unit
+        return found
+
+    @cached_property
+    def _unit(self) -> float:
+        """What gradients are relative to: the output's, or 1 where that is 0, not finite, or sent by us."""
+        last = self.gradients.get(len(self.blocks))
+        mean = math.nan if last is None or self.sent else float(last.mean(where=self.real))
+        return mean if 0 < mean < math.inf else 1.0
+
+    @property
+    def locations(self) -> dict[str, np.ndarray]:
+        """Squared norms and gradients by location, as in Inspection; none where locations are merged on the way."""
+        if len({each.norms.shape for each in self.stats}) > 1:
+            return {}
+        found = {"norm": np.stack([each.norms for each in self.stats])}
+        if self.reached and len(self.gradients) == len(self.stats):
+            rows = np.stack([self.gradients[index] for index in range(len(self.stats))])
+            counts = np.broadcast_to(self.real, rows.shape).sum(1)
+            means = np.where(counts > 0, rows.sum(1, where=self.real) / np.maximum(counts, 1), np.nan)
+            found["gradient"] = means / self._unit
+        return found
+
+    @property
+    def kernels(self) -> np.ndarray | None:
+        """Cosines of the first row after every block, where they were kept and are of one size."""
+        pictures = [stats.picture for stats in self.stats if stats.picture is not None]
+        return np.stack(pictures) if len({picture.shape for picture in pictures}) == 1 else None
 
     @property
     def reached(self) -> bool:
@@ -303,20 +370,6 @@ def exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tupl
     )
 
 
-def hidden(values: Any) -> Tensor:
-    """The hidden state among a block's arguments or results: the first floating tensor of two dimensions or more."""
-    if isinstance(values, Tensor):
-        return values
-    found = values.values() if isinstance(values, Mapping) else values if isinstance(values, Iterable) else [values]
-    for value in found:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2:
-            return value
-    raise ValueError(
-        f"a block reads or gives {[type(value).__name__ for value in found]}, with no hidden state among it; name "
-        "modules that map (batch, T, width) to the same: blocks=[…]"
-    )
-
-
 def batch_second(
     x: Tensor,
     blocks: Sequence[nn.Module],
@@ -371,6 +424,19 @@ def check_locations(x: Tensor, mask: Tensor | None) -> None:
         )
     if mask is not None and int(mask.sum(-1).min()) < 2:
         raise ValueError("a row of the batch has fewer than 2 tokens outside the padding; leave such rows out")
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Generator[None]:
+    """In here the model is in evaluation mode and not compiled; each module's own mode is put back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with uncompiled(model):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager

@@ -8,13 +8,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from skipless.inspection.hooks import hidden
+from skipless.inspection.stacks import hidden
 from skipless.model.transformer import Transformer
 
 Batch = Tensor | Mapping[str, Any] | tuple
 _IMAGES, _TOKENS = "pixel_values", "input_ids"
 DECODER_IDS = "decoder_input_ids"
 IGNORED = -100
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network inside DataParallel, DistributedDataParallel or torch.compile, whose own hooks must not run."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r}; it must be a torch.nn.Module, or a folder that save_pretrained wrote")
+    for attribute in ("_orig_mod", "module"):
+        inner = getattr(model, attribute, None)
+        if isinstance(inner, nn.Module) and type(model).__module__.startswith("torch."):
+            return unwrapped(inner)
+    return model
+
+
+def own_network(model: nn.Module) -> Transformer | None:
+    """The Transformer of this library that a model is, or that its Hugging Face wrapper holds."""
+    return next((each for each in (model, getattr(model, "model", None)) if isinstance(each, Transformer)), None)
 
 
 def check_batch(model: nn.Module, batch: Batch, labels: Tensor | None) -> None:
@@ -109,6 +125,12 @@ def model_inputs(model: nn.Module, batch: Batch) -> tuple[tuple, dict[str, Any]]
     if "use_cache" in accepted:
         kwargs.setdefault("use_cache", False)
     return args, kwargs
+
+
+def answer(model: nn.Module, batch: Batch) -> Any:
+    """What the model gives for a batch."""
+    args, kwargs = model_inputs(model, batch)
+    return model(*args, **kwargs)
 
 
 def with_decoder_ids(model: nn.Module, batch: Batch, labels: Tensor | None) -> Batch:

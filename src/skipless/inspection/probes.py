@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
-from skipless.inspection.hooks import hidden, rows_first
+from skipless.inspection.hooks import rows_first
 from skipless.inspection.inputs import Batch, logits_of, model_inputs, padding, predicts_next, some_rows
-from skipless.inspection.stacks import listening
+from skipless.inspection.stacks import hidden, listening
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import Wired, Wiring
 
@@ -333,7 +333,7 @@ def _run(
     given: list[list[Tensor]] = [[] for _ in stacks]
     with ExitStack() as hooks:
         for stack, states in zip(stacks, given, strict=True):
-            hooks.enter_context(listening(stack.blocks, _nothing, _kept(states, stack.swapped)))
+            hooks.enter_context(listening(stack.blocks, after=_kept(states, stack.swapped)))
         args, kwargs = model_inputs(model, batch)
         with watch or nullcontext(), BaseTorchFunctionMode():  # under a mode, torch's layers run alike in every run
             output = model(*args, **kwargs)
@@ -346,10 +346,6 @@ def _run(
         return _Ran(states, logits_of(output))
     except ValueError:  # it gives something else, which is not asked
         return _Ran(states, None)
-
-
-def _nothing(index: int):
-    return lambda module, args, kwargs: None
 
 
 def _kept(states: list[Tensor], swapped: bool):

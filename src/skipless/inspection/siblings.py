@@ -36,9 +36,10 @@ def set_apart(blocks: Sequence[Block], names: Sequence[str], evidence: Evidence)
     yield from _emptied(names, evidence.weights)
     if len(blocks) >= _FEWEST:
         held = [_held(block) for _, block in blocks]
-        yield from _numbers(names, held)
-        yield from _classes(names, held)
-        yield from _lacking(names, held)
+        odd = sorted(_apart(held), key=lambda each: each[:2])
+        yield from _numbers(names, odd)
+        yield from _classes(names, odd)
+        yield from _lacking(names, odd, held)
         yield from _buffers(names, [block for _, block in blocks])
         yield from _operations(names, held, evidence)
     yield from _counted(blocks)
@@ -114,6 +115,7 @@ def _times(ratio: float) -> str:
 
 
 Held = Mapping[tuple[str, str], Hashable]  # of a module's name and an attribute's
+Apart = tuple[int, tuple[str, str], Any, Any]  # block from 0, where, its own value, that of all others
 
 
 def _held(block: nn.Module) -> Held:
@@ -139,8 +141,7 @@ def _plain(value: Any) -> Hashable:
     return ("None", None) if value is None else None
 
 
-def _apart(held: Sequence[Held]) -> Iterator[tuple[int, tuple[str, str], Any, Any]]:
-    """(block from 0, where, its own value, that of all others)."""
+def _apart(held: Sequence[Held]) -> Iterator[Apart]:
     for place in {place for each in held for place in each}:
         values = [each.get(place) for each in held]
         odd = _odd(values)
@@ -148,10 +149,10 @@ def _apart(held: Sequence[Held]) -> Iterator[tuple[int, tuple[str, str], Any, An
             yield odd, place, values[odd], values[odd - 1]
 
 
-def _numbers(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
+def _numbers(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
     """A number or a function that one block has and no other. Whole numbers may be flags and windows, and are not said
     to be odd."""
-    for odd, (module, word), own, others in sorted(_apart(held), key=lambda each: (each[0], each[1])):
+    for odd, (module, word), own, others in found:
         kinds = [each[0] if isinstance(each, tuple) and len(each) == 2 else "" for each in (own, others)]
         dtype = word.startswith("dtype of ")
         if kinds in (["float", "float"], ["function", "function"]) or (
@@ -170,10 +171,9 @@ def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value).removeprefix("torch.")
 
 
-def _classes(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
+def _classes(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
     """A module of another class in one block, whose parameters have the shapes of the others'. Where one of the two
     does nothing, the block is made so, unless it is an activation that is missing."""
-    found = sorted(_apart(held), key=lambda each: (each[0], each[1]))
     shaped = {odd for odd, (_, word), *_ in found if word.startswith("shape of ")}
     for odd, (module, word), own, others in found:
         if word != "class" or odd in shaped or own is None or others is None:
@@ -186,9 +186,9 @@ def _classes(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
         )
 
 
-def _lacking(names: Sequence[str], held: Sequence[Held]) -> Iterator[str]:
+def _lacking(names: Sequence[str], found: Sequence[Apart], held: Sequence[Held]) -> Iterator[str]:
     """A parameter that one block's module does not have, though it is of the others' class."""
-    for odd, (module, word), own, others in sorted(_apart(held), key=lambda each: (each[0], each[1])):
+    for odd, (module, word), own, others in found:
         alike = len({each.get((module, "class")) for each in held}) == 1
         if own is None and others is not None and alike and word.startswith("shape of "):
             yield (

@@ -5,7 +5,7 @@ called one by one. What enters the block is what the first of them reads, and wh
 next block reads; behind the last block, what the next module outside reads, or what the module around gives.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +19,10 @@ Block = tuple[str, nn.Module]  # with its name in the model
 Before = Callable[[nn.Module, tuple, dict], Any]  # a forward pre-hook with keywords
 After = Callable[[nn.Module, tuple, dict, Any], Any]  # a forward hook with keywords
 _ATTENTION = ("attention", "attn")
+
+
+def _unheard(index: int) -> Callable[..., None]:
+    return lambda *given: None
 
 
 def find_blocks(model: nn.Module, names: Sequence[str] | str | None = None) -> list[Block]:
@@ -239,7 +243,9 @@ def is_called(block: nn.Module) -> bool:
 
 @contextmanager
 def listening(
-    blocks: Sequence[nn.Module], before: Callable[[int], Before], after: Callable[[int], After]
+    blocks: Sequence[nn.Module],
+    before: Callable[[int], Before] = _unheard,
+    after: Callable[[int], After] = _unheard,
 ) -> Generator[None]:
     """In here before(index) runs as each block begins and after(index) as it ends, both counted from 0.
 
@@ -278,7 +284,7 @@ class _Spans:
     def _called(self, index: int) -> Before:
         def hook(member: nn.Module, args: tuple, kwargs: dict) -> None:
             if index != self._current:
-                x = _stream([*args, *kwargs.values()])
+                x = stream([*args, *kwargs.values()])
                 if x is None:
                     return
                 if self._current is not None:
@@ -296,7 +302,7 @@ class _Spans:
         """Another module is called, after all members of the last block were."""
         if self._current != self._last or self._missing or id(module) in self._inside:
             return
-        x = _stream(args)
+        x = stream(args)
         if x is not None and self._entered is not None and x.shape == self._entered.shape:
             self._end(x)
 
@@ -305,7 +311,7 @@ class _Spans:
         if self._current != self._last or id(module) in self._inside:
             return
         if any(each is self.lists[self._last] for each in module.modules()):
-            x = _stream(out)
+            x = stream(out)
             if x is not None and self._entered is not None and x.shape == self._entered.shape:
                 self._end(x)
             self._current = None
@@ -316,10 +322,24 @@ class _Spans:
             self.after(index)(self.lists[index], (self._entered,), {}, x)
 
 
-def _stream(values: Any) -> Tensor | None:
-    """The first floating tensor of two dimensions or more."""
-    found = [values] if isinstance(values, Tensor) else values.values() if isinstance(values, dict) else values
-    if not isinstance(found, list | tuple) and not hasattr(found, "__iter__"):
-        return None
-    whole = (each for each in found if isinstance(each, Tensor) and each.is_floating_point() and each.dim() > 1)
+def stream(values: Any) -> Tensor | None:
+    """The hidden state among a block's arguments or results: the first floating tensor of two dimensions or more."""
+    whole = (x for x in _each(values) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1)
     return next(whole, None)
+
+
+def hidden(values: Any) -> Tensor:
+    """The same, or the only tensor, or an error that says what there is instead."""
+    found = values if isinstance(values, Tensor) else stream(values)
+    if found is None:
+        raise ValueError(
+            f"a block reads or gives {[type(value).__name__ for value in _each(values)]}, with no hidden state among "
+            "it; name modules that map (batch, T, width) to the same: blocks=[…]"
+        )
+    return found
+
+
+def _each(values: Any) -> Iterable[Any]:
+    if isinstance(values, Mapping):
+        return values.values()
+    return values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [values]

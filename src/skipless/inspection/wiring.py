@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from skipless.inspection.hooks import exchanged, hidden
-from skipless.inspection.stacks import is_called, listening
+from skipless.inspection.hooks import exchanged
+from skipless.inspection.stacks import hidden, is_called, listening
 from skipless.inspection.statistics import fetched, wide
 
 _LINEAR = (F.linear, torch.addmm)

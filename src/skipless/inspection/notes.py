@@ -1,7 +1,11 @@
-"""Remarks: what may be meant, or takes no signal away, said as a note and not as a verdict."""
+"""Notes: what may be meant, or takes no signal away, and so is no verdict.
+
+A new note on how blocks are put together is an entry of _WIRED; one on a block that differs from the others belongs in
+siblings.py; any other is a function that `on_stack` or, for the whole model, `of_model` calls.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -29,8 +33,8 @@ _TABLES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # what makes a stream
 _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 
-def remarks(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
-    """A sentence or two on each."""
+def on_stack(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
+    """A sentence or two on each thing about a stack of blocks."""
     names = [f"{number} ({name})" for number, (name, _) in enumerate(blocks, start=1)]
     yield from _probed(names, seen)
     yield from _frozen(blocks, names)
@@ -40,13 +44,10 @@ def remarks(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen:
     yield from _without_attention(names, evidence.signals[1:], evidence.weights)
     yield from _norms_of_zero(evidence)
     yield from _unused(evidence)
-    yield from _straight(names, evidence)
-    yield from _open_gate(names, evidence)
+    yield from _wired(names, evidence.wired)
     yield from _looks_back(model, evidence.signals[1:])
     yield from _batch_norms(blocks)
-    yield from _attending(names, evidence)
     yield from _scaled(model, evidence.wired)
-    yield from _behind(names, evidence)
     yield from _gains(evidence)
     yield from _first_hidden(names, evidence)
     yield from _constants(evidence)
@@ -112,41 +113,42 @@ def _unused(evidence: Evidence) -> Iterator[str]:
         )
 
 
-def _straight(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
-    """Two matrices in a row, where the first makes the stream wider: one of them is as good as both."""
-    found = {name: each.straight for name, each in zip(names, evidence.wired, strict=False) if each.straight}
-    if found:
-        first, second = next(iter(found.values()))
+# What is seen of a block, and what is said of those that have it, with what the first of them has.
+_WIRED: dict[Callable[[Wired], Sequence | bool | None], str] = {
+    lambda wired: wired.straight: "what {0} gives goes to {1} as it is, so that the two are one linear map: an "
+    "activation between them is missing.",
+    lambda wired: wired.open_gate: "what {0} and {1} give is multiplied as it is: the activation of a gate is missing.",
+    lambda wired: wired.sums and not _are_one(wired.sums) and wired.sums: "the weights by which attention takes values "
+    "do not sum to 1 for each query, but to {0:.2g} … {1:.2g}. Look for a softmax that is missing, runs over another "
+    "axis than that of keys, or is followed by a mask or a factor.",
+    lambda wired: wired.double: "a softmax reads what a softmax gives. Leave one of them out.",
+    lambda wired: wired.behind: "an activation ({1}) reads what {0} gives, the last matrix of a branch, so that the "
+    "branch adds nothing below a bound. It belongs between the two matrices.",
+}
+
+
+def _wired(names: Sequence[str], every: Sequence[Wired]) -> Iterator[str]:
+    """How blocks are put together."""
+    for seen, words in _WIRED.items():
+        found = {name: value for name, wired in zip(names, every, strict=False) if (value := seen(wired))}
+        if found:
+            first = next(iter(found.values()))
+            yield f"{_in_blocks([*found])} {words.format(*(first if isinstance(first, tuple) else ()))}"
+
+
+def _are_one(sums: tuple[float, float]) -> bool:
+    return all(abs(each - 1.0) < _SUM for each in sums)
+
+
+def _first_hidden(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """A key that no query sees."""
+    signals = zip(names, evidence.signals[1:], strict=False)
+    blind = [name for name, each in signals if each.attention_first == 0 and not evidence.padded]
+    if blind:
         yield (
-            f"{_in_blocks([*found])} what {first} gives goes to {second} as it is, so that the "
-            "two are one linear map: an activation between them is missing."
+            f"{_in_blocks(blind)} no location puts any weight on the first one: a mask hides it. If that "
+            "is not meant: look for a mask that is off by one, or made for another token."
         )
-
-
-def _behind(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
-    """An activation on what a branch adds, so that it adds with one sign."""
-    found = {name: each.behind for name, each in zip(names, evidence.wired, strict=False) if each.behind}
-    if found:
-        matrix, activation = next(iter(found.values()))
-        yield (
-            f"{_in_blocks([*found])} an activation ({activation}) reads what {matrix} gives, the last "
-            "matrix of a branch, so that the branch adds nothing below a bound. It belongs between the two matrices."
-        )
-
-
-def _attending(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
-    """Weights of attention that are no weights, and a scale that all blocks have."""
-    sums = {n: w.sums for n, w in zip(names, evidence.wired, strict=False) if w.sums and not _is_one(w.sums)}
-    if sums:
-        low, high = next(iter(sums.values()))
-        yield (
-            f"{_in_blocks([*sums])} the weights by which attention takes values do not sum to 1 for each "
-            f"query, but to {low:.2g} … {high:.2g}. Look for a softmax that is missing, runs over another axis than "
-            "that of keys, or is followed by a mask or a factor."
-        )
-    twice = [name for name, wired in zip(names, evidence.wired, strict=False) if wired.double]
-    if twice:
-        yield f"{_in_blocks(twice)} a softmax reads what a softmax gives. Leave one of them out."
 
 
 def _scaled(model: nn.Module, every: Sequence[Wired]) -> Iterator[str]:
@@ -176,17 +178,6 @@ def _scaled(model: nn.Module, every: Sequence[Wired]) -> Iterator[str]:
             return
 
 
-def _first_hidden(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
-    """A key that no query sees."""
-    signals = zip(names, evidence.signals[1:], strict=False)
-    blind = [name for name, each in signals if each.attention_first == 0 and not evidence.padded]
-    if blind:
-        yield (
-            f"{_in_blocks(blind)} no location puts any weight on the first one: a mask hides it. If that "
-            "is not meant: look for a mask that is off by one, or made for another token."
-        )
-
-
 def _constants(evidence: Evidence) -> Iterator[str]:
     """Weights of norms that are all one number, as at the start, and not 1; or 0, to which some norms add one."""
     norms = [(n, w) for own in evidence.weights for n, w in own.items() if w.group == "norm" and "bias" not in n]
@@ -199,10 +190,6 @@ def _constants(evidence: Evidence) -> Iterator[str]:
     )
 
 
-def _is_one(sums: tuple[float, float]) -> bool:
-    return all(abs(each - 1.0) < _SUM for each in sums)
-
-
 def _gains(evidence: Evidence) -> Iterator[str]:
     """A factor on the shortcut of every block."""
     gains = [each.gain for each in evidence.wired if each.gain is not None]
@@ -213,17 +200,6 @@ def _gains(evidence: Evidence) -> Iterator[str]:
             f"Every block passes on what it reads with a factor of {median(gains):.2g}, so that "
             f"{math.prod(gains):.2g} of what enters is left behind the last one. Look for a factor on the stream "
             "itself; one on a branch leaves the shortcut alone."
-        )
-
-
-def _open_gate(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
-    """A gated MLP whose gate has no activation."""
-    found = {name: each.open_gate for name, each in zip(names, evidence.wired, strict=False) if each.open_gate}
-    if found:
-        first, second = next(iter(found.values()))
-        yield (
-            f"{_in_blocks([*found])} what {first} and {second} give is multiplied as it is: the activation "
-            "of a gate is missing."
         )
 
 
