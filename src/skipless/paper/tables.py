@@ -398,8 +398,9 @@ def _embedding_words(summary: Summary) -> str:
     if len(table.embedding_rates) < 2 or summary.setting.rates == 1:
         scale, start = summary.setting.scale, table.embedding_start
         own = scale.embedding(table.arms[0].corpus) if start is None else start
-        lower = " Tuned, networks end 0.3 to 0.5 nats lower (`mirrored`)." if start is None and scale.judged else ""
-        return f" The embedding's rate is {own:g} for all and was not tuned.{lower * bool(scale.width)}"
+        known = scale.judged and scale.width and own <= 1e-3  # measured at this rate, not at the higher one of `cpu`
+        lower = " Tuned, networks end 0.3 to 0.5 nats lower (`mirrored`)." if known else ""
+        return f" The embedding's rate is {own:g} for all and was not tuned.{lower}"
     tried = ", ".join(f"{rate:g}" for rate in table.embedding_rates)
     return (
         f" That is at an embedding rate of {table.embedding_start:g}; at the best rate the embedding's is then tuned "
