@@ -60,6 +60,24 @@ def test_a_network_that_learns_frequencies_alone_does_not_run_through_their_name
     assert name.get_window_extent(renderer).y1 < curves.transData.transform((0, 7.5))[1]
 
 
+def test_measures_by_block_have_a_panel_each_with_the_looks_of_their_arms():
+    rises, errors = ([1, 2, 3], [2.0, 0.1, -1e-4]), ([0, 1, 2, 3], [1.0, 1e-2, 1e-4, 1e-7])
+    both = ArmCurve(
+        "both", [1, 2], [7.0, 5.0], "5.00", {1e-4: 5.0}, name="a/x", by_block={"rise": rises, "error": errors}
+    )
+    one = ArmCurve("one", [1, 2], [7.0, 5.0], "5.00", {1e-4: 5.0}, name="b/x", by_block={"rise": rises})
+    without = arm("none")
+    plain, figure = reproduction([without], 7.5, HEADING), reproduction([both, one, without], 7.5, HEADING)
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_title(loc="left")}
+    assert not [axes for axes in plain.axes if axes.get_title(loc="left")]
+    assert list(panels) == ["rise", "error"]
+    assert [len(panels[name].lines) for name in panels] == [2, 1]
+    assert [axes.get_yscale() for axes in panels.values()] == ["symlog", "log"]
+    assert list(panels["error"].lines[0].get_xdata()) == [0, 1, 2, 3]
+    curve = next(line for line in figure.axes[0].lines if list(line.get_ydata()) == [7.0, 5.0])
+    assert panels["rise"].lines[0].get_color() == panels["error"].lines[0].get_color() == curve.get_color()
+
+
 def test_a_rate_that_ended_above_the_axes_is_not_lost():
     high = ArmCurve("high", [1, 2], [7.0, 5.0], "5.00", {1e-4: 5.0, 1e-3: 11.0})
     sweep = reproduction([high], 7.5, HEADING).axes[1]

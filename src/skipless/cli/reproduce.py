@@ -25,6 +25,7 @@ from skipless.paper.tables import (
     count,
     gather,
     markdown,
+    measured_blocks,
     rows,
     sample_text,
 )
@@ -324,7 +325,7 @@ def write_figure(path: Path, draw: "Callable[[], Figure | None]") -> list[Path]:
 
 
 def picture(summary: Summary) -> "Figure | None":
-    """Training curves and the rates tried, or kernels by stage where the table probes them."""
+    """Training curves, the rates tried and measures by block, or kernels by stage where the table probes them."""
     from skipless.figures.kernels import Heading
     from skipless.figures.training import ArmCurve, reproduction
 
@@ -332,7 +333,14 @@ def picture(summary: Summary) -> "Figure | None":
     heading = Heading(table.title, f"{table.reference}; scale {setting.scale.name}, {setting.text.title}")
     if table.measure == "probes":
         return _stages(summary, heading)
-    drawn = [ArmCurve(**each) for outcome in summary.outcomes.values() for each in curves(outcome, setting.scale)]
+    blocks = measured_blocks(summary)
+    drawn = []
+    for name, outcome in summary.outcomes.items():
+        measured = {quantity.replace("_", " "): arms[name] for quantity, arms in blocks.items() if name in arms}
+        drawn += [
+            ArmCurve(**each, by_block=measured if each["name"] == name else {})
+            for each in curves(outcome, setting.scale)
+        ]
     return reproduction(drawn, setting.text.unigram, heading) if drawn else None
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ _COLOURS = (BLUE, VERMILION, GREEN, ORANGE, "#cc79a7", "#56b4e9", INK)  # Okabe 
 _STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))
 # Inches.
 _LEFT, _TOP, _CURVES, _SWEEP, _GAP, _HEIGHT, _LINE = 0.65, 1.05, 5.0, 3.4, 0.75, 3.6, 0.23
+_BLOCKS = 2.2
 _PANEL, _BETWEEN = 1.0, 0.12
 _WIDTH = _LEFT + _CURVES + _GAP + _SWEEP + 0.35
 _KEY, _KEY_SIZE = 0.38, 9  # where a line's words begin, and their size in points
@@ -45,6 +46,7 @@ class ArmCurve:
     Diverged rates have an infinite loss; they and those above the axes are crosses at the top.
     others: steps and losses of further seeds.
     name: "kind/way"; arms of one kind share a colour, of one way a line style.
+    by_block: what was measured of its blocks, by name: their numbers and the values.
     """
 
     label: str
@@ -54,6 +56,7 @@ class ArmCurve:
     sweep: Mapping[float, float]
     others: Sequence[tuple[Sequence[float], Sequence[float]]] = ()
     name: str = ""
+    by_block: Mapping[str, tuple[Sequence[int], Sequence[float]]] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -64,9 +67,11 @@ class ArmCurve:
 def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> Figure:
     """Left: training loss of each arm at its best rate, further seeds thinner. Right: what every rate reached.
 
-    What is thin and what a cross means stands above the axes that have them.
+    What is thin and what a cross means stands above the axes that have them. Measures by block, where arms have them,
+    are a row of panels below.
     """
-    below = _TOP + _HEIGHT + 0.7
+    measures = list(dict.fromkeys(measure for arm in arms for measure in arm.by_block))
+    below = _TOP + _HEIGHT + 0.7 + (_BLOCKS + 0.95 if measures else 0.0)
     columns = 2 if all(_fits_a_column(arm.words) for arm in arms) else 1
     page = Page(_WIDTH, below + _LINE * (-(-len(arms) // columns)) + 0.2)
     page.heading(0.3, heading.title, heading.subtitle)
@@ -75,7 +80,8 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
     curves, sweep = (
         page.axes(left, _TOP, width, _HEIGHT) for left, width in ((_LEFT, _CURVES), (_LEFT + _CURVES + _GAP, _SWEEP))
     )
-    for number, (arm, look) in enumerate(zip(arms, looks([arm.name or arm.label for arm in arms]), strict=True)):
+    arm_looks = looks([arm.name or arm.label for arm in arms])
+    for number, (arm, look) in enumerate(zip(arms, arm_looks, strict=True)):
         curves.plot(arm.steps, arm.losses, **look)
         for steps, losses in arm.others:
             curves.plot(steps, losses, linewidth=0.8, **look)
@@ -87,7 +93,26 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
     if not all(loss <= top for arm in arms for loss in arm.sweep.values()):
         _note(sweep, "× diverged, or ended higher")
     _rate_axis(sweep, sorted({rate for arm in arms for rate in arm.sweep}))
+    if measures:
+        _draw_blocks(page, measures, arms, arm_looks)
     return page.figure
+
+
+def _draw_blocks(page: Page, measures: Sequence[str], arms: Sequence[ArmCurve], arm_looks: Sequence[dict]) -> None:
+    """A panel a measure: its value by block, on a logarithmic axis, which is linear about 0 where values reach it."""
+    width = (_CURVES + _GAP + _SWEEP + _GAP) / len(measures) - _GAP
+    for number, measure in enumerate(measures):
+        axes = page.axes(_LEFT + number * (width + _GAP), _TOP + _HEIGHT + 0.95, width, _BLOCKS)
+        shown = [
+            (*arm.by_block[measure], look) for arm, look in zip(arms, arm_looks, strict=True) if measure in arm.by_block
+        ]
+        for blocks, values, look in shown:
+            axes.plot(blocks, values, linewidth=1.2, **look)
+        positive = all(value > 0 for _, values, _ in shown for value in values)
+        axes.set_yscale("log") if positive else axes.set_yscale("symlog", linthresh=1e-3)
+        axes.set(xlabel="block")
+        axes.set_title(measure, fontsize=10, loc="left")
+        axes.grid(axis="y")
 
 
 def looks(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -71,6 +71,7 @@ TABLES = Tables()
 HEAD = ("arm", "paper", "ours", "steps", "time", "seeds", "rate", "log")
 RATIO_HEAD = ("arm", "paper", "steps to the baseline", "the same in wall-clock", "against Pre-LN, same optimiser")
 DIGITS = {"train_loss": 3, "valid_loss": 3, "valid_perplexity": 1, "other_loss": 3}
+_DRAWN = "Training curves, and the rates tried"
 _NAMES = {
     "train_loss": "Training loss",
     "valid_perplexity": "Validation perplexity",
@@ -114,7 +115,8 @@ def markdown(summary: Summary, figure: str = "") -> str:
     parts += [f"{table.note}\n"] if table.note else []
     parts.append(_how(summary))
     if figure:
-        shown = "Kernels by block and step" if table.measure == "probes" else "Training curves, and the rates tried"
+        drawn = "Training curves, the rates tried, and measures by block" if measured_blocks(summary) else _DRAWN
+        shown = "Kernels by block and step" if table.measure == "probes" else drawn
         parts.append(f"![{shown}]({figure})\n")
     if found := grid(table, summary.outcomes):
         words = f"; in brackets the steps to the loss of {table.baseline}, over its own" if table.baseline else ""
@@ -275,24 +277,29 @@ def _significant(sample: Sample | None) -> str:
     return f"{sample.mean:.3g}{spread}"
 
 
-def _by_block(summary: Summary) -> str:
-    """The first seed's numbers of nine blocks, for the quantities that have them."""
-    first_seeds = {o.arm.label: o.runs.get(1.0, {}).get(0) for o in summary.outcomes.values()}
-    parts = []
+def measured_blocks(summary: Summary) -> dict[str, dict[str, tuple[range, list[float]]]]:
+    """Measure, then arm: the blocks' numbers and the first seed's values. Block 0 is the embedding."""
+    first_seeds = {name: outcome.runs.get(1.0, {}).get(0) for name, outcome in summary.outcomes.items()}
+    found = {}
     for quantity in (*summary.table.quantities, *summary.table.profiles):
-        values = {
-            label: run.by_block[quantity] for label, run in first_seeds.items() if run and quantity in run.by_block
-        }
-        if not values:
-            continue
-        most = max(map(len, values.values()))
-        shown = sorted({round(index * (most - 1) / 8) for index in range(9)})
+        first = 0 if quantity == "readout_rise" else 1
+        values = {name: run.by_block[quantity] for name, run in first_seeds.items() if run and quantity in run.by_block}
+        if values:
+            found[quantity] = {name: (range(first, first + len(own)), own) for name, own in values.items()}
+    return found
+
+
+def _by_block(summary: Summary) -> str:
+    """Numbers of nine blocks, for the quantities that have them."""
+    parts = []
+    for quantity, arms in measured_blocks(summary).items():
+        longest = max((blocks for blocks, _ in arms.values()), key=len)
+        shown = sorted({round(index * (len(longest) - 1) / 8) for index in range(9)})
         lines = [
-            (label, *(f"{numbers[at]:.3g}" if at < len(numbers) else "–" for at in shown))
-            for label, numbers in values.items()
+            (summary.outcomes[name].arm.label, *(f"{own[at]:.3g}" if at < len(own) else "–" for at in shown))
+            for name, (_, own) in arms.items()
         ]
-        before = quantity == "readout_rise"  # which has the embedding too
-        head = ("arm", *(str(at + (not before)) for at in shown))
+        head = ("arm", *(str(longest[at]) for at in shown))
         parts.append(f"\n## By block: {quantity.replace('_', ' ')}\n\n{markdown_table(head, lines)}")
     return "".join(parts)
 
