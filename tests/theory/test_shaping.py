@@ -1,4 +1,5 @@
 import math
+import re
 import time
 import warnings
 
@@ -188,6 +189,26 @@ def test_skips_agree_with_the_reference(reference):
 
 def named_limit(error: ValueError, before: str) -> float:
     return float(str(error).split(before)[1].split("]")[0].split(",")[0].split(" ")[0])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda: dks("gelu", 3, xi=50.0),
+        lambda: dks("leaky_relu", 2, xi=9.0),
+        lambda: dks("softplus", 4, xi=50.0, skip_weight=0.5),
+        lambda: tat("leaky_relu", 12),
+        lambda: tat("leaky_relu", 6, eta=0.99, skip_weight=0.3),
+        lambda: tat("gelu", 12, eta=0.99),
+        lambda: tat("softplus", 1, tau=40.0),
+    ],
+)
+def test_a_target_out_of_reach_names_a_call_that_works(asked):
+    with pytest.raises(ValueError, match="cannot reach") as caught:
+        asked()
+    named = re.search(r"skipless\.((?:dks|tat)\([^)]*\))", str(caught.value))[1]
+    shaped = eval(named, {"dks": dks, "tat": tat})
+    assert maps.q_map(shaped, 1.0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("base", ["gelu", "softplus", "leaky_relu", "sin"])

@@ -55,8 +55,9 @@ def command(
         raise ValueError(f"there is nothing to show in {', '.join(map(str, paths))}; give {_KINDS}")
     page = render(inspections, curves, title, tables, classes).encode()
     write_output(out, page)
-    networks = count(len(inspections), "network")
-    print(f"report: {out} ({len(page) / 1000:.0f} kB, {networks}, {count(len(curves), 'run')})")
+    shown = {"network": inspections, "run": curves, "table": tables, "evaluation": classes}
+    words = [count(len(each), name) for name, each in shown.items() if each]
+    print(f"report: {out} ({', '.join([f'{len(page) / 1000:.0f} kB', *words])})")
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[Inspection], dict[str, list[dict[str, Any]]]]:

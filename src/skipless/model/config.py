@@ -295,10 +295,7 @@ def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
     try:
         return solve(base, depth, skip_weight=_skip_weight(skip))
     except ValueError as error:
-        raise ValueError(
-            f"activation={name!r} over {depth} blocks: {error}. Other targets: activation="
-            f"skipless.{method}({base!r}, …)"
-        ) from error
+        raise ValueError(f"activation={name!r} over {depth} blocks: {error}") from error
 
 
 def _skip_weight(skip: Skip) -> float:

@@ -61,7 +61,8 @@ def dks(base: str | Callable, depth: int, xi: float = 5.0, skip_weight: float = 
         limit = (1 + (1 - skip_weight**2) * end.strength) ** depth
         raise TooFewLayers(
             f"DKS with base={base!r} cannot reach xi={xi:g} in {depth} layers with skip_weight={skip_weight:g}: its "
-            f"local slope stays below {1 + end.strength:.4f}. Take xi below {limit:.4g}, or more layers",
+            f"local slope stays below {1 + end.strength:.4f}. Take xi below {limit:.4g}, as "
+            f"{_call('dks', base, depth, skip_weight, xi=round_down(limit, 3))}, or more layers",
             round_down(limit, 3),
         ) from end
 
@@ -99,9 +100,10 @@ def tat(
     try:
         return branch.solve(local_curvature(depth, tau, skip_weight))
     except BranchEnd as end:
+        limit = end.strength * depth * (1 - skip_weight**2)
         raise ValueError(
-            f"TAT with base={base!r} cannot reach tau={tau:g} in {depth} layers: take tau below "
-            f"{end.strength * depth * (1 - skip_weight**2):.4g} or more layers"
+            f"TAT with base={base!r} cannot reach tau={tau:g} in {depth} layers: take tau below {limit:.4g}, as "
+            f"{_call('tat', base, depth, skip_weight, tau=round_down(limit, 3))}, or more layers"
         ) from end
 
 
@@ -121,7 +123,7 @@ def tat_leaky_relu(depth: int, eta: float = 0.9, skip_weight: float = 0.0) -> Sh
 
     largest = surplus(0.0) + eta
     if not 0 < eta <= largest:
-        raise _eta_out_of_reach("leaky_relu", eta, depth, largest)
+        raise _eta_out_of_reach("leaky_relu", eta, depth, largest, skip_weight)
     return leaky(scipy.optimize.brentq(surplus, 0.0, 1.0, xtol=1e-15))
 
 
@@ -254,24 +256,32 @@ def _tat_eta(branch: Branch, depth: int, eta: float, skip_weight: float) -> Shap
 
     low = high = math.log(local_curvature(depth, 0.3, skip_weight))
     if not 0 < eta < 1:
-        raise _eta_out_of_reach(branch.base, eta, depth, 1.0)
+        raise _eta_out_of_reach(branch.base, eta, depth, 1.0, skip_weight)
     try:
         while surplus(high) < 0:
             low, high = high, high + 0.5
     except BranchEnd as end:
         high = math.log(end.strength)
         if (missing := surplus(high)) < 0:
-            raise _eta_out_of_reach(branch.base, eta, depth, eta + missing) from end
+            raise _eta_out_of_reach(branch.base, eta, depth, eta + missing, skip_weight) from end
     while surplus(low) > 0:
         low -= 0.5
     return branch.solve(math.exp(scipy.optimize.brentq(surplus, low, high, xtol=1e-13)))
 
 
-def _eta_out_of_reach(base: str, eta: float, depth: int, largest: float) -> ValueError:
+def _eta_out_of_reach(base: str, eta: float, depth: int, largest: float, skip_weight: float) -> ValueError:
+    """largest: of C_f(0); 1 where eta is no cosine below it."""
+    works = _call("tat", base, depth, skip_weight, eta=round_down(largest, 3))
     return ValueError(
-        f"TAT with base={base!r} cannot reach eta={eta:g} in {depth} layers: C_f(0) lies in (0, {largest:.4g}]. "
-        "Take eta in that range, or more layers for a larger one"
+        f"TAT with base={base!r} cannot reach eta={eta:g} in {depth} layers: C_f(0) lies in (0, {largest:.4g}]. Take "
+        f"eta in that range{f', as {works},' * (largest < 1)} or more layers for a larger one"
     )
+
+
+def _call(method: str, base: str, depth: int, skip_weight: float, **target: float) -> str:
+    """The call that works, for an error to name."""
+    numbers = target | ({"skip_weight": skip_weight} if skip_weight else {})
+    return f"skipless.{method}({base!r}, {depth}, {', '.join(f'{name}={value:g}' for name, value in numbers.items())})"
 
 
 def centred(raw: ShapedActivation) -> float:
