@@ -1,5 +1,6 @@
 """Worker processes that are told to stop, by a signal that their parent alone hears; and runs that were left behind."""
 
+import json
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from skipless.paper.records import ResultsFolder, Text
 from skipless.paper.runs import Limits, Listener, Run, make_run
 from skipless.paper.tables import TABLES
 from skipless.paper.workers import RunRequest, Scheduler, run_one
+from skipless.training.trainer import Result
 
 DAYS = 1_000_000  # steps
 
@@ -128,6 +130,24 @@ def test_a_run_stopped_before_it_began_leaves_no_files_of_no_run(tmp_path: Path,
     with pytest.raises(KeyboardInterrupt):
         run_one(RunRequest(run, tmp_path / "run"))
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_the_steps_of_a_killed_call_count_in_its_time(tmp_path: Path, monkeypatch) -> None:
+    text, table, folder = Text("none", 256, 0.05, 3.2, 0, ""), TABLES["baselines"], tmp_path / "run"
+    run = make_run(table, table.arms[0], Setting.of(SCALES["tiny"], text), 1e-4)
+    folder.mkdir()
+    (folder / "experiment.json").write_text("{}")
+    monkeypatch.setattr(workers, "read_experiment", lambda _: run.experiment)
+    lines = [{"step": step, "loss": 3.0, "ema": 3.0} for step in (1, 2)]  # and no spent.txt
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    monkeypatch.setattr(workers, "train", lambda *_, **__: Result(3, 3.0, None, None, 10.0))
+    record = run_one(RunRequest(run, folder))
+    assert record is not None
+    assert record.seconds == pytest.approx(20.0, abs=1.0)
+    (folder / "spent.txt").write_text("50.0\n")  # a call that ended as it should, before the one that was killed
+    record = run_one(RunRequest(run, folder))
+    assert record is not None
+    assert record.seconds == pytest.approx(50.0, abs=1.0)
 
 
 @pytest.mark.parametrize("left", ['{"name": "old", "train": {"gone": 1}}', "{"])

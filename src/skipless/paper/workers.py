@@ -6,6 +6,7 @@ A worker process lives as long as the command, so that what torch has compiled f
 import functools
 import gc
 import logging
+import math
 import os
 import shutil
 import signal
@@ -298,9 +299,12 @@ def run_one(request: RunRequest) -> Record | None:
     run, folder = request.run, request.folder
     if not (folder / FINISHED).is_file():
         _clear_other(run.experiment, folder)
-    began, before, outcome = time.monotonic(), _spent(folder), _where(request.device)
+    before, done = _spent(folder), _steps_done(folder)
+    began, outcome = time.monotonic(), _where(request.device)
     try:
         outcome |= _trained(request)
+        if not math.isnan(outcome["step_seconds"]):  # a killed call wrote no time: its steps took what these take
+            before = max(before, done * outcome["step_seconds"])
         if outcome.get("diverged_at") is None:
             outcome |= measured(run, folder, request.tasks, outcome["kind"])
             if request.other_text is not None and not run.exclusive:
@@ -353,10 +357,16 @@ def _clear_other(experiment: Experiment, folder: Path) -> None:
 
 
 def _spent(folder: Path) -> float:
-    """Seconds of earlier calls on the same run."""
+    """Seconds of earlier calls on the same run, but for those of a call that was killed."""
     file = folder / _SPENT
-    with reading(file, "delete it: the time of earlier calls is then not counted"):
+    with reading(file, "delete it: the time of earlier calls is then taken from their steps"):
         return float(file.read_text()) if file.is_file() else 0.0
+
+
+def _steps_done(folder: Path) -> int:
+    """Steps that earlier calls logged."""
+    metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
+    return max((line["step"] for line in metrics), default=0)
 
 
 def _where(device: str | None) -> dict[str, Any]:
