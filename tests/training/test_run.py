@@ -419,7 +419,7 @@ def test_a_token_costs_six_per_weight_and_attention(experiment):
     """Eight blocks of 12·32² and a tied embedding of 256·32; causal attention's scores and values, 6·8·32·32 more."""
     weights = 8 * 12 * 32**2 + 256 * 32
     assert experiment.model.matrix_parameters == weights
-    assert flops_per_token(weights, experiment) == 6 * weights + 6 * 8 * 32 * 32
+    assert flops_per_token(experiment) == 6 * weights + 6 * 8 * 32 * 32
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -428,7 +428,7 @@ def test_utilisation_is_of_all_devices(experiment, tmp_path, processes):
     world = World(0, processes, torch.device("cpu"))
     with RunFolder.open(tmp_path / "run", experiment, resume=False) as run:
         opened = Trainer(experiment, world, run, quiet=True)
-    whole = flops_per_token(experiment.model.matrix_parameters, experiment)
+    whole = flops_per_token(experiment)
     assert opened.display.flops_per_token == whole / processes
     assert opened.feed.loader.batch(0).tokens.shape[0] == experiment.train.batch_size // processes
 

@@ -66,7 +66,7 @@ def _solved(part: SubBlock, y: Tensor, args: tuple, sweeps: int) -> Tensor:
     inner, shortcut = part.inner, part.shortcut
     if shortcut != 0.0:
         return _swept(lambda x: part(x, *args), lambda _, gap: gap / shortcut, y, y / shortcut, sweeps)
-    if part.norm_position != "none":
+    if part.norm_placement != "none":
         raise ValueError("a norm without a skip cannot be inverted: it forgets how long its input was")
     y = y / part.residual
     if isinstance(inner, MLP):

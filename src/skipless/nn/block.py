@@ -95,7 +95,7 @@ class SubBlock(nn.Module):
     def __init__(self, inner: nn.Module, width: int, skip: Skip, norm: NormPlacement):
         super().__init__()
         self.inner = inner
-        self.shortcut, self.norm_position = skip.shortcut, norm
+        self.shortcut, self.norm_placement = skip.shortcut, norm
         self.norm = nn.RMSNorm(width, eps=1e-6) if norm != "none" else nn.Identity()
         self.residual = nn.Parameter(torch.tensor(float(skip.residual))) if skip.trainable else skip.residual
         self.initial_residual = skip.residual
@@ -108,14 +108,14 @@ class SubBlock(nn.Module):
             nn.init.constant_(self.residual, self.initial_residual)
 
     def forward(self, x: Tensor, *args) -> Tensor:
-        branch = self.inner(self.norm(x) if self.norm_position == "pre" else x, *args)
+        branch = self.inner(self.norm(x) if self.norm_placement == "pre" else x, *args)
         if isinstance(self.residual, nn.Parameter) or self.residual != 1.0:
             branch = branch * self.residual
         if self.shortcut == 1.0:
             branch = x + branch
         elif self.shortcut != 0.0:
             branch = self.shortcut * x + branch
-        return self.norm(branch) if self.norm_position == "post" else branch
+        return self.norm(branch) if self.norm_placement == "post" else branch
 
 
 class Block(nn.Module):

@@ -105,7 +105,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
             if qkv is not None and (out := rotary_attention(inputs, qkv, rotation, impl)) is not None:
                 return out
             q, k = rotation.rotate(q), rotation.rotate(k)
-            inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias)
+            inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias, decoding)
         attend = _implementation(impl, inputs).attend
         return torch.cat([attend(part) for part in inputs.by_run()], dim=1) if shape.runs else attend(inputs)
 

@@ -167,8 +167,9 @@ def _decaying_sum(drive: Iterable, decay: float) -> np.ndarray:
 def exponential_steps(gamma_final: float, depth: int, skip_weight: float = 0.0) -> list[ExponentialStep]:
     """One E-SPA step per block for the paper's schedule; with a normalised skip α, App. F's.
 
-    With τ = −ln(a_L²)/L, t_l = e^{−τl} = a_l² and q_l² = 1 − t_l, a block that must lose the share
-    s = (1−e^{−τ})/(1−α²) of what the skipless λ² leaves has 1−λ_α² = s and q_out² = q_in² + t_in s.
+    With τ = −ln(a_L²)/L, t_l = a_l² = e^{−τl} and q_l² = 1 − t_l, every block takes t to e^{−τ}t. The skip, of weight
+    α², leaves t as it is, so the branch must lose the share s = (1−e^{−τ})/(1−α²) of it: 1−λ_α² = s, and
+    q_out² = q_in² + t_in s.
     """
     check_skip_weight(skip_weight)
     tau = _tau(gamma_final, depth)

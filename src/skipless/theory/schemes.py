@@ -284,9 +284,7 @@ class UniformSPA(Scheme):
 
         normalised says that a norm stands before attention, which calibrations beyond the paper's take into account.
         """
-        check_repeat_rate(self.repeat_rate)
         check_calibration(self.calibration, skip_weight)
-        entering = (kernels.cosine,) if normalised else ()
         kind = UniformShape if causal else SymmetricUniformShape
         if self.rhos is None:
             steps = uniform_steps(self.rho_final, depth, self.repeat_rate, self.schedule, skip_weight)
@@ -298,7 +296,7 @@ class UniformSPA(Scheme):
         shapes: list[AttentionShape] = [kind(before, after) for before, after in steps]
         if self.calibration == "exact":
             limit = need_length(length, "exact")
-            return exact(shapes, self.repeat_rate, skip_weight, limit, mlp, *entering)
+            return exact(shapes, self.repeat_rate, skip_weight, limit, mlp, normalised)
         return shapes
 
 
@@ -379,10 +377,8 @@ class ExponentialSPA(Scheme):
                 for gamma in set(self.gamma_final)
             }
             return [ShapeByHead(heads) for heads in zip(*(chains[gamma] for gamma in self.gamma_final), strict=True)]
-        check_repeat_rate(self.repeat_rate)
         check_calibration(self.calibration, skip_weight)
         self._check_grid(skip_weight, causal, length)
-        entering = (kernels.cosine,) if normalised else ()
         if self.gammas is None:
             steps = exponential_steps(self.gamma_final, depth, skip_weight)
         else:
@@ -392,8 +388,8 @@ class ExponentialSPA(Scheme):
             limit, through = need_length(length, "mlp-aware"), need_mlp(mlp)
             sides = grid_sides(self.grid, limit)
             targets = (kernels.exponential_grid(step.gamma_out, *sides) for step in steps)
-            leaving = _after(through, *entering)
-            return carrying(targets, self.repeat_rate, causal, leaving, instead="calibration='paper'")
+            between = (lambda kernel: kernels.cosine(through(kernel))) if normalised else through
+            return carrying(targets, self.repeat_rate, causal, between, instead="calibration='paper'")
         shapes: list[AttentionShape] = [
             ExponentialShape(step, self.repeat_rate)
             if causal
@@ -402,7 +398,7 @@ class ExponentialSPA(Scheme):
         ]
         if self.calibration == "exact":
             limit = need_length(length, "exact")
-            return exact(shapes, self.repeat_rate, skip_weight, limit, mlp, *entering)
+            return exact(shapes, self.repeat_rate, skip_weight, limit, mlp, normalised)
         return shapes
 
     def _check_grid(self, skip_weight: float, causal: bool, length: int | None) -> None:
@@ -446,29 +442,25 @@ def need_mlp(mlp: KernelMap | None) -> KernelMap:
     return mlp
 
 
-def _as_it_is(kernel: np.ndarray) -> np.ndarray:
-    return kernel
-
-
 def exact(
     shapes: Sequence[AttentionShape],
     repeat_rate: float,
     skip_weight: float,
     length: int,
     mlp: KernelMap | None = None,
-    entering: KernelMap = _as_it_is,
+    normalised: bool = False,
 ) -> list[AttentionShape]:
     """The same softmaxes P with D = diag(P Σ̄ Pᵀ)^{−½}, Σ̄ the average kernel propagated so far.
 
-    Every branch then has a unit diagonal, so normalised skips keep one too. entering: what a norm before attention
-    makes of the stream's kernel.
+    Every branch then has a unit diagonal, so normalised skips keep one too. normalised: a norm stands before attention,
+    which then sees the stream's cosines.
     Departs: App. F leaves the diagonal free; it reaches 11 at L=36, γ_L=.2, α=.98, T=512.
     """
     kernel = kernels.uniform(repeat_rate, length)
     calibrated: list[AttentionShape] = []
     for shape in shapes:
         weights = np.exp(shape.bias(length))
-        branch = weights @ entering(kernel) @ weights.T
+        branch = weights @ (kernels.cosine(kernel) if normalised else kernel) @ weights.T
         scale = 1.0 / np.sqrt(np.diagonal(branch))
         calibrated.append(RescaledShape(shape, scale))
         kernel = skip_weight**2 * kernel + (1.0 - skip_weight**2) * (scale[:, None] * branch * scale[None, :])
@@ -476,21 +468,18 @@ def exact(
     return calibrated
 
 
-def _after(mlp: KernelMap, entering: KernelMap = _as_it_is) -> KernelMap:
-    return lambda kernel: entering(mlp(kernel))
-
-
 def carrying(
     targets: Iterable[np.ndarray],
     repeat_rate: float = 0.0,
     causal: bool = True,
-    between: KernelMap = _as_it_is,
+    between: KernelMap | None = None,
     *,
     instead: str = "kernels closer to each other, or farther from the first",
 ) -> list[AttentionShape]:
     """The shapes that carry I to the first T×T target, that to the second, and so on: A_l = L_l L̂_(l−1)⁻¹.
 
-    L̂ factors the kernel that `between` two blocks is made of the last target: by an MLP, or as it is. Sec. 3.1, 3.4.
+    L̂ factors what `between`, as an MLP does, makes of the last target's kernel on its way to the next block; None
+    leaves it as it is. Sec. 3.1, 3.4.
     The factors are Cholesky's, or symmetric roots where attention is not causal. Repeated tokens are corrected as in
     App. B, by rows: D keeps the diagonal of the average kernel at 1.
     Departs: the paper ignores the MLP because A_l ≥ 0 is not guaranteed; here a negative entry is an error, which says
@@ -506,7 +495,9 @@ def carrying(
         branch = matrix @ average @ matrix.T
         scale = 1.0 / np.sqrt(np.diagonal(branch))
         shapes.append(DenseShape(scale[:, None] * matrix, causal))
-        before, average = between(target), between(scale[:, None] * branch * scale[None, :])
+        before, average = target, scale[:, None] * branch * scale[None, :]
+        if between is not None:
+            before, average = between(before), between(average)
     return shapes
 
 

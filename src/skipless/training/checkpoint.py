@@ -147,15 +147,20 @@ def discard_from(folder: Path, step: int) -> None:
 
     def discard() -> None:
         for path in reversed(_found(folder)):
-            if int(path.name.removeprefix("step-").removesuffix(".old")) >= step:
+            if _step(path) >= step:
                 _discard(path)
 
     on_main(discard)
 
 
+def _step(path: Path) -> int:
+    """Of a checkpoint's folder, by its name: step-00000100, or with .old that which a newer one replaced."""
+    return int(path.name.removeprefix("step-").removesuffix(".old"))
+
+
 def checkpoints_until(folder: Path, step: int) -> list[Path]:
     """The checkpoints of `step` and earlier ones, oldest first."""
-    return [path for path in _found(folder) if int(path.name.removeprefix("step-").removesuffix(".old")) <= step]
+    return [path for path in _found(folder) if _step(path) <= step]
 
 
 def _check_plain(extra: dict[str, Any]) -> None:
@@ -209,7 +214,7 @@ def _publish(aside: Path, target: Path) -> None:
 
 def _retire(folder: Path, step: int, keep: int) -> None:
     found = _found(folder)
-    reached = [path for path in found if path.suffix != ".old" and int(path.name.removeprefix("step-")) <= step]
+    reached = [path for path in found if path.suffix != ".old" and _step(path) <= step]
     for path in found:
         if path not in reached[-keep:]:
             _discard(path)

@@ -18,10 +18,10 @@ from skipless.theory.schemes import Scheme
 
 Precision = Literal["bf16", "fp16", "fp32"]
 
-Name = Literal["adam", "adamw", "muon", "soap"]
+OptimizerName = Literal["adam", "adamw", "muon", "soap"]
 Role = Literal["query", "key", "value", "output", "up", "down", "position"]
 
-NAMES: tuple[str, ...] = get_args(Name)
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 ROLES: tuple[str, ...] = get_args(Role)
 ORTHOGONAL_ROLES = ("value", "output", "up", "down")  # queries start at 0, and with keys make no signal of their own
 
@@ -61,7 +61,7 @@ class OptimizerConfig:
     clip: the largest global gradient norm; None leaves gradients alone.
     """
 
-    name: Name = "adam"
+    name: OptimizerName = "adam"
     rate: float | None = None
     embedding_rate: float = 2e-4
     vector_rate: float | None = None
@@ -139,7 +139,7 @@ def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
 def _check_choices(config: OptimizerConfig) -> None:
     check(config.role_rates, dict[str, float], "role_rates")
     check(config.keep_orthogonal, tuple[str, ...], "keep_orthogonal")
-    _known("there is no optimiser", config.name, NAMES)
+    _known("there is no optimiser", config.name, OPTIMIZERS)
     for role in config.role_rates:
         _known("role_rates names a matrix role that does not exist,", role, ROLES)
     for role in config.keep_orthogonal:

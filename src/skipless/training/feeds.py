@@ -32,8 +32,8 @@ class TextFeed:
                 f"{data.folder}; use --set model.vocab_size={store.vocab_size}"
             )
         _check_length(experiment)
-        shape = (config.length, config.batch_size, config.seed, world.rank, world.size)
-        self.loader = TokenLoader(store, *shape, documents=data.packed)
+        order = (config.seed, world.rank, world.size)
+        self.loader = TokenLoader(store, config.length, config.batch_size, *order, documents=data.packed)
         self.valid = self._held_out(experiment, store)
 
     @property
@@ -58,8 +58,8 @@ class TextFeed:
             store = TokenStore(data.valid or trained.folder, "valid")
             if data.valid is not None:
                 store.check_tokenizer(trained.tokenizer)
-            shape = (config.length, config.batch_size, 0, world.rank, world.size)
-            return TokenLoader(store, *shape, documents=data.packed)
+            order = (0, world.rank, world.size)
+            return TokenLoader(store, config.length, config.batch_size, *order, documents=data.packed)
         except ValueError as error:
             if data.valid is not None:
                 raise ValueError(f"data.valid={data.valid} cannot serve for validation: {error}") from error
@@ -82,8 +82,8 @@ class ImageFeed:
         if data.crop >= (side := store.manifest.side):
             usual = f"use --set data.crop={side // 8}, an eighth of a side"
             raise ValueError(f"data.crop={data.crop} may shift images of {side} × {side} out of sight; {usual}")
-        shape = (config.batch_size, config.seed, world.rank, world.size)
-        self.loader = ImageLoader(store, *shape, augmentation=Augmentation(data.crop, data.flip))
+        order = (config.seed, world.rank, world.size)
+        self.loader = ImageLoader(store, config.batch_size, *order, augmentation=Augmentation(data.crop, data.flip))
         self.valid = self._held_out(experiment, store) if config.eval_tokens else None
 
     @property

@@ -132,8 +132,7 @@ class RunFolder:
         """Drop lines after the checkpoint's step, so that the log becomes that of a run without interruption.
 
         None, for no checkpoint, drops all, and `due` the losses of other steps, which a run logs only as it stops. So
-        lines of step s are to be logged before the checkpoint of step s. Where records count from 0 and checkpoints
-        count updates, the last line that belongs to one is rewind(step - 1)'s.
+        lines of step s are to be logged before the checkpoint of step s.
         """
 
         def stays(record: dict[str, Any]) -> bool:
@@ -453,14 +452,14 @@ class Display:
         self._progress.stop()
 
 
-def flops_per_token(matrix_parameters: int, experiment: Experiment) -> float:
+def flops_per_token(experiment: Experiment) -> float:
     """6 per weight, and causal attention's 6·T·d per block: what training a token costs, forward and backward.
 
     Attention that sees all locations costs twice as much.
     """
     model = experiment.model
     attention = 6.0 if model.causal else 12.0
-    return 6.0 * matrix_parameters + attention * model.depth * model.width * experiment.train.length
+    return 6.0 * model.matrix_parameters + attention * model.depth * model.width * experiment.train.length
 
 
 def least_bytes(experiment: Experiment, processes: int = 1, device: str = "cpu") -> float:

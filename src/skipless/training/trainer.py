@@ -265,7 +265,7 @@ class Trainer:
         check_fits(least_bytes(experiment, world.size, world.device.type), "this run", smaller, world.free_memory)
         self.board = Board(run.path / "tensorboard") if tensorboard and world.main else None
         name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-        flops = flops_per_token(experiment.model.matrix_parameters, experiment) / world.size
+        flops = flops_per_token(experiment) / world.size
         patches = experiment.model.length if experiment.model.images is not None else 0
         shown = {"flops_per_token": flops, "device": name, "quiet": quiet or not world.main, "patches": patches}
         self.display = Display(experiment.name, config.steps, **shown)
