@@ -187,3 +187,12 @@ def test_smoothing_keeps_constants_and_starts_at_the_first_loss() -> None:
 
 def test_it_renders_without_a_warning(figure) -> None:
     assert render(figure, ".png", dpi=40).startswith(b"\x89PNG")
+
+
+def test_a_long_title_stays_on_the_page():
+    for words in ("A title", "A title that goes on " * 8):
+        figure = reproduction([arm("a")], 7.5, Heading(words, "a subtitle"))
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        title = next(text for text in figure.texts if text.get_text() == words)
+        assert title.get_window_extent(renderer).x1 <= figure.bbox.x1
+        assert (title.get_fontsize() == 15) == (words == "A title")

@@ -11,6 +11,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -45,6 +47,8 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "skipless",
     "pdf.fonttype": 42,
 }
+
+_TITLE_SIZE = 15  # points
 
 # Each kind has its own shape as well as its own colour.
 _MARKS = {
@@ -96,8 +100,12 @@ class Page:
         self.figure.text(left / self.width, 1 - top / self.height, words, **style)
 
     def heading(self, left: float, title: str, subtitle: str, verdict: Verdict | None = None) -> None:
-        """Title and subtitle at the top; a verdict on the right."""
-        self.text(left, 0.22, title, fontsize=15, fontweight="bold", va="top")
+        """Title and subtitle at the top; a verdict on the right. A title wider than the page is set smaller."""
+        bold = FontProperties(family=STYLE["font.family"], weight="bold")
+        inches = TextPath((0, 0), title, size=_TITLE_SIZE, prop=bold).get_extents().width / 72
+        room = 0.95 * (self.width - 2 * left)  # small letters on a screen are up to a twentieth wider
+        size = _TITLE_SIZE * min(1.0, room / max(inches, 1e-9))
+        self.text(left, 0.22, title, fontsize=size, fontweight="bold", va="top")
         self.text(left, 0.56, subtitle, fontsize=9.5, color=MUTED, va="top", linespacing=1.4)
         if verdict is not None:
             glyph, colour = verdict_mark(verdict)
