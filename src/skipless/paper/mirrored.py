@@ -222,7 +222,7 @@ def _with_readers(optimizer: Optimizer) -> Arm:
 
 READERS = PaperTable(
     "mirrored-readers",
-    "Mirrored networks with heads that read beside those that carry, and Pre-LN, over 1,500 and 4,500 steps",
+    "Mirrored networks with heads that read beside those that carry, and Pre-LN",
     "beyond the paper, which needs about 5 times the steps with Adam",
     tuple(
         replace(arm, step_multiples=(1.0, 3.0))
@@ -239,8 +239,8 @@ READERS = PaperTable(
     quantities=("train_loss", "valid_loss"),
     embedding_rates=EMBEDDING_RATES,
     note=(
-        "Rates are those tuned over 1,500 steps. W_Q and W_K of mirrored networks have 3 times the rate, the MLP half "
-        "of it, gains 0.01; with readers and Muon W_Q and W_K have 1.5 times the rate, all other matrices half of it. "
+        "Rates are those tuned over the usual steps. W_Q and W_K of mirrored networks have 3 times the rate, the MLP "
+        "half of it, gains 0.01; with readers and Muon W_Q and W_K have 1.5 times the rate, all other matrices half. "
         "All but `mirrored-gain` have equally many parameters."
     ),
 )
