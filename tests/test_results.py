@@ -105,12 +105,15 @@ def test_the_readme_names_the_rows_of_its_claims_on_mirrored_networks():
 def test_the_readme_has_the_losses_of_longer_runs():
     """Row by row of the two tables, to two digits."""
     readme, ends = (ROOT / "README.md").read_text(), {}
-    for name in ("mirrored-long-medium", "mirrored-longer-small"):
+    for name in ("mirrored-long-medium", "mirrored-longer-small", "mirrored-readers-small"):
         data = json.loads((ROOT / "results" / f"{name}.json").read_text())
         longer = (row for row in data["tables"]["train_loss"] if row["multiple"] > 1.0 and row["ours"])
         ends |= {(row["arm"], row["multiple"]): f"{row['ours']:.2f}" for row in longer}
-    assert f"mirrored with gains and Muon ends at {ends['mirrored-gain/muon', 8.0]} nats" in readme
+    assert f"ends at {ends['mirrored-readers/muon', 8.0]} nats after 16,000 steps" in readme
+    assert f"mirrored with readers and Muon ends at {ends['mirrored-readers/muon', 8.0]} nats" in readme
+    assert f"mirrored with gains and Muon ends at {ends['mirrored-gain/muon', 8.0]} with" in readme
     assert f"Pre-LN with Adam ends at {ends['pre-ln/adam', 8.0]}, with" in readme
+    assert f"it is {ends['pre-ln/muon', 3.0]} against {ends['mirrored-readers/muon', 3.0]} with readers" in readme
     assert f"it is {ends['pre-ln/adam', 3.0]} against {ends['mirrored-identity/adam', 3.0]} |" in readme
 
 
