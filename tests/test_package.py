@@ -18,7 +18,7 @@ SHORTEST_FILE = 60
 LONGEST_FUNCTION = 100  # a story told on one page: attention's forward, the training step, the loop
 # A shorter file needs a reason.
 SHORT_FILES = {
-    "skipless/cli/__main__.py": "python -m skipless.cli",
+    "skipless/__main__.py": "python -m skipless",
     "skipless/inspection/pytest_plugin.py": "needs pytest, as nothing else in src does",
     "skipless/hf/recompute.py": "imported later than the rest of hf, for a circle in transformers",
     "skipless/ops/cuda_graph.py": "graphs of decoding and of training",

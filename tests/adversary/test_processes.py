@@ -19,7 +19,7 @@ BINARY_CASES = BINARIES[::4][:8]
 
 def program(words: list[str], folder: Path, answers: bytes = b"") -> tuple[int, list[str]]:
     """Exit code and lines of standard error."""
-    command = [sys.executable, "-m", "skipless.cli", *words]
+    command = [sys.executable, "-m", "skipless", *words]
     done = subprocess.run(command, cwd=folder, input=answers, capture_output=True, check=False, timeout=120)
     return done.returncode, done.stderr.decode().splitlines()
 

@@ -198,7 +198,7 @@ def test_the_suffix_chooses_the_format(kernels, suffix: str) -> None:
 
 
 def test_without_matplotlib_the_table_is_printed(skipless, monkeypatch) -> None:
-    for module in [name for name in sys.modules if name.startswith(("skipless.cli.kernels", "skipless.analysis.fig"))]:
+    for module in [name for name in sys.modules if name.startswith(("skipless.cli.kernels", "skipless.figures"))]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -202,7 +202,7 @@ def test_ctrl_c_writes_what_there_is_and_goes_on(reproduce, instant: list[RunReq
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_killed_it_goes_on(reproduce, data: Path, jobs: str) -> None:
     """Killed after its first run; workers end with it, and the next call does the rest, each once."""
-    command = [sys.executable, "-m", "skipless.cli", "reproduce", "baselines", "--data", str(data), "--jobs", jobs]
+    command = [sys.executable, "-m", "skipless", "reproduce", "baselines", "--data", str(data), "--jobs", jobs]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
@@ -228,7 +228,7 @@ def _has_lines(log: Path) -> bool:
 @pytest.mark.slow
 def test_sigterm_to_the_command_alone_saves_what_its_workers_train(data: Path, tmp_path: Path) -> None:
     """As `timeout` and clusters send it. Every run under way has a checkpoint of the last step that it logged."""
-    command = [sys.executable, "-m", "skipless.cli", "reproduce", "baselines", "--data", str(data), "--jobs", "2"]
+    command = [sys.executable, "-m", "skipless", "reproduce", "baselines", "--data", str(data), "--jobs", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [*command, "--device", "cpu", "--out", str(tmp_path)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as process:

@@ -18,7 +18,7 @@ NOTHING = "skipless: stopped; nothing was written"
 def stopped(arguments: list[str], when: Callable[[int], bool], number: int = signal.SIGINT) -> tuple[int, list[str]]:
     """Exit code and lines of standard error of a command that gets a signal as soon as when(its pid) is true."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "skipless.cli", *arguments],
+        [sys.executable, "-m", "skipless", *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

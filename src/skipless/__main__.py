@@ -1,4 +1,4 @@
-"""`python -m skipless.cli`: the command line without its script, as torchrun wants it."""
+"""`python -m skipless`: the command line without its script, as torchrun wants it."""
 
 from skipless.cli import main
 
