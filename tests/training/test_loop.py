@@ -306,6 +306,20 @@ def test_a_failure_to_compile_names_the_way_around_it(experiment, tmp_path, monk
         train(changed(experiment, compile=compiled), tmp_path / "run", device="cpu", quiet=True)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_ctrl_c_that_ends_the_compiler_is_no_failure_to_compile(experiment, tmp_path, monkeypatch):
+    """A terminal tells the C++ compiler too, which then fails."""
+    failure = type("InductorError", (RuntimeError,), {"__module__": "torch._inductor.exc"})
+
+    def fails(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise failure("C++ compile error")
+
+    monkeypatch.setattr(trainer, "cross_entropy", fails)
+    with pytest.raises(KeyboardInterrupt, match="being compiled; go on with --resume"):
+        train(changed(experiment, compile=True), tmp_path / "run", device="cpu", quiet=True)
+
+
 def test_divergence_can_go_back_and_halve_the_rate(experiment, tmp_path, monkeypatch, caplog):
     """A loss that is not finite once: the run goes back to its checkpoint and ends with half the rate."""
     _poison(monkeypatch, 9)

@@ -195,7 +195,7 @@ def _claim(path: Path, experiment: Experiment, resume: bool) -> None:
     elif file.is_file() and file.read_bytes() != text and not check_hashes(path, EXPERIMENT):
         raise ValueError(f"{file} is there, and no run has written it; give the run a folder of its own")
     elif resume:
-        logger.info("%s holds no run yet: it starts from the beginning", path)
+        logger.info("%s holds no trained step yet: the run starts from the beginning, with these settings", path)
     remove_parts(path)
     if not begun:  # experiment.json first: with it the folder is a run's
         write_whole(file, text)

@@ -101,7 +101,7 @@ def train(
         Trainer(experiment, world, run, tensorboard=tensorboard, quiet=quiet) as trainer,
     ):
         trainer.start()
-        with _compiler_explained(config), StopRequest() as stop:
+        with StopRequest() as stop, _compiler_explained(config, stop):
             while trainer.state.step < config.steps:
                 # one update by one batch
                 state = trainer.state  # another one after going back
@@ -479,13 +479,18 @@ def stop_reason(trainer: Trainer, stop: StopRequest, limits: RunLimits, logs: bo
 
 
 @contextmanager
-def _compiler_explained(config: TrainConfig) -> Generator[None]:
-    """In here an error of torch.compile, such as for want of a C++ compiler, says what to do."""
+def _compiler_explained(config: TrainConfig, stop: StopRequest) -> Generator[None]:
+    """In here an error of torch.compile, such as for want of a C++ compiler, says what to do.
+
+    A terminal's Ctrl-C ends the C++ compiler too, which then is the end of the run and no error of the network.
+    """
     try:
         yield
     except RuntimeError as error:
         if not (config.compile and type(error).__module__.startswith("torch._inductor")):
             raise
+        if stop.asked:
+            raise KeyboardInterrupt("stopped while the network was being compiled; go on with --resume") from error
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"the network could not be compiled ({reason}); without it training is slower: --set train.compile=false"
