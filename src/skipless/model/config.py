@@ -16,10 +16,10 @@ from typing import Any, Literal
 from skipless.console import nearest
 from skipless.files import parse_json
 from skipless.schema import build, check_own, shortened
-from skipless.theory import shaping
 from skipless.theory.activations import ShapedActivation, base_name, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention
+from skipless.theory.shaping import default_activation, named_activation
 
 logger = logging.getLogger("skipless")
 Position = Literal["rope", "relative", "none"]
@@ -256,51 +256,12 @@ def _solved_activation(config: ModelConfig, given: str | None) -> ShapedActivati
         return named_activation(given, config.depth, config.mlp_skip)
     if config.mlp_init == "mirrored":
         return ShapedActivation("gelu")
-    shaped, xi = _default_activation(config.depth, config.mlp_skip)
+    shaped, xi = default_activation(config.depth, config.mlp_skip)
     if xi != 5.0:
         logger.warning(
             "depth=%d is too shallow for dks-gelu with ξ = 5; ξ is %g, the largest it allows", config.depth, xi
         )
     return shaped
-
-
-def _default_activation(depth: int, skip: Skip) -> tuple[ShapedActivation, float]:
-    """DKS-GELU and its ξ: 5, or the largest that so few blocks allow."""
-    weight = _skip_weight(skip)
-    try:
-        return shaping.dks("gelu", depth, 5.0, weight), 5.0
-    except shaping.TooFewLayers as few:
-        return shaping.dks("gelu", depth, few.largest_xi, weight), few.largest_xi
-
-
-_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "leaky_relu", "glu": "silu"}
-
-
-def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
-    """ "dks-gelu", "tat-leaky_relu" and so on: shaped for `depth` nonlinearities; a bare name is left as it is."""
-    method, _, base = name.rpartition("-")
-    if base in _GATED:
-        plain, shaped = _GATED[base], "tat" if method == "tat" else "dks"
-        raise ValueError(
-            f"activation is {name!r}, a gated MLP, and those are not built here: without norms an error in a squared "
-            "norm would about double in every block, and mirrored pairs of them do not start linear "
-            f"(docs/derivations.md); use '{shaped}-{plain}', or {plain!r} with mlp_init='mirrored', at 3/2 of the "
-            "gated hidden width"
-        )
-    if method == "":
-        return ShapedActivation(base)
-    if method not in ("dks", "tat"):
-        raise ValueError(f"activation is {name!r}; the transformation before the dash must be 'dks' or 'tat'")
-    solve = shaping.dks if method == "dks" else shaping.tat
-    try:
-        return solve(base, depth, skip_weight=_skip_weight(skip))
-    except ValueError as error:
-        raise ValueError(f"activation={name!r} over {depth} blocks: {error}") from error
-
-
-def _skip_weight(skip: Skip) -> float:
-    """The weight that DKS and TAT count with: of a normalised skip; other skips are not counted."""
-    return skip.shortcut if 0.0 < skip.shortcut < 1.0 else 0.0
 
 
 def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
@@ -316,7 +277,7 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
     for name in (f"dks-{own.base}", f"tat-{own.base}"):
         with suppress(ValueError):
             for_what = (config.depth, config.mlp_skip)
-            solved = _default_activation(*for_what)[0] if name == "dks-gelu" else named_activation(name, *for_what)
+            solved = default_activation(*for_what)[0] if name == "dks-gelu" else named_activation(name, *for_what)
             pairs = zip(dataclasses.astuple(solved), dataclasses.astuple(own), strict=True)
             if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
                 return name
