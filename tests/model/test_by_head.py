@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.model.test_readers import build, tokens_of
+from tests.model.exact import build, check_attention, check_cache, states_by_block, tokens_of
 from tests.processes import Program
 from typer.testing import CliRunner
 
@@ -22,7 +22,6 @@ from skipless.inspection import inverse
 from skipless.model import kernel_maps
 from skipless.model.config import Images, ModelConfig
 from skipless.model.fold import FoldedTransformer, fold
-from skipless.model.generate import KVCache, decode
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import AttentionOptions, ShapedAttention
 from skipless.theory import kernels, propagation
@@ -40,13 +39,9 @@ def config_of(rates=RATES, **fields) -> ModelConfig:
     return ModelConfig(**{**sizes, **kind, **fields})
 
 
-@torch.no_grad()
 def kernels_by_head(model: Transformer, tokens: torch.Tensor) -> list[np.ndarray]:
     """Σ of each head's channels after every block, input first: (heads, T, T)."""
-    states, positions = [model.embed(tokens)], model.positions(tokens)
-    for block in model.each_block():
-        states.append(block(states[-1], positions))
-    split = [np.split(state[0].numpy(), model.config.heads, axis=-1) for state in states]
+    split = [np.split(state, model.config.heads, axis=-1) for state in states_by_block(model, tokens)]
     return [np.stack([kernels.of_activations(head) for head in heads]) for heads in split]
 
 
@@ -132,46 +127,14 @@ def test_calibrations_are_those_of_each_head(calibration):
     assert model(tokens_of()).isfinite().all()
 
 
-def by_hand(model: Transformer, index: int, x: torch.Tensor) -> torch.Tensor:
-    """A block's attention head by head, from theory's dense bias."""
-    attention = model.blocks[index].attention.inner
-    length, wide, rotation = x.shape[1], attention.head_width, model.positions(x).rotation
-    heads = []
-    for head, shape in enumerate(attention.shape.shapes):
-        rows = slice(head * wide, (head + 1) * wide)
-        bias = torch.from_numpy(np.where(np.tri(length, dtype=bool), shape.bias(length), 0.0))
-        scale = torch.from_numpy(shape.row_scale(length))
-        q, k = (rotation.rotate((x @ w.weight[rows].mT)[:, None])[:, 0] for w in (attention.query, attention.key))
-        scores = q @ k.mT / math.sqrt(wide) + attention.bias_gain[head] * bias
-        weights = scale[:, None] * scores.masked_fill(~torch.ones(length, length).tril().bool(), -math.inf).softmax(-1)
-        heads.append(weights @ x[..., rows])
-    return torch.cat(heads, -1)
-
-
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "auto"])
 def test_attention_is_what_its_heads_give_written_out(impl):
-    """Gradients too, of the input and of every matrix and gain."""
-    model = build(config_of(bias_gain=True), moved=0.1, impl=impl)
-    attention = model.blocks[1].attention
-    x = torch.randn(2, 24, 32, dtype=torch.float64, requires_grad=True)
-    wanted = [x, *attention.parameters()]
-    outputs = [attention(x, model.positions(x)), by_hand(model, 1, x)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(out.square().sum(), wanted) for out in outputs]
-    for ours, theirs in zip(*gradients, strict=True):
-        assert ours.any()
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    check_attention(config_of(bias_gain=True), impl)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"kv_heads": 2, "position": "none"}, {"position": "relative"}])
 def test_cached_logits_are_those_of_the_whole_row(fields):
-    model, tokens = build(config_of(**fields), moved=0.05), tokens_of()
-    cache, parts, start = KVCache(4, capacity=24), [], 0
-    for count in (9, 1, 14):
-        parts.append(decode(model, tokens[:, start : start + count], cache))
-        start += count
-    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-12)
+    check_cache(config_of(**fields))
 
 
 @torch.no_grad()

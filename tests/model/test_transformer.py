@@ -4,6 +4,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tests.model.exact import kernels_by_block
 
 from skipless.model import kernel_maps
 from skipless.model.config import ModelConfig
@@ -25,16 +26,6 @@ def build(config, seed=0, dtype=torch.float64):
         return Transformer(config, impl="reference")
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@torch.no_grad()
-def kernels_by_block(model, tokens):
-    """Σ_0 … Σ_L measured on one sequence."""
-    positions, x = model.positions(tokens), model.embed(tokens)
-    states = [x]
-    for block in model.blocks:
-        states.append(block(states[-1], positions))
-    return [kernels.of_activations(s[0].double().numpy()) for s in states]
 
 
 @pytest.mark.parametrize("scheme", SPA_SCHEMES, ids=lambda s: type(s).__name__)

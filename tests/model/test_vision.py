@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tests.model.exact import check_kernels
 
 from skipless.model import kernel_maps
 from skipless.model.config import Images, ModelConfig
@@ -10,7 +11,7 @@ from skipless.model.presets import names, preset
 from skipless.model.transformer import Transformer
 from skipless.nn.patches import PatchEmbedding, cut
 from skipless.ops.attention import Rotation
-from skipless.theory import kernels, propagation
+from skipless.theory import kernels
 from skipless.theory.schemes import ExponentialSPA
 
 FAMILY = [name for name in names() if name.startswith("vit/")]
@@ -33,19 +34,9 @@ def pictures(batch: int = 1, side: int = 16) -> torch.Tensor:
 
 @pytest.mark.parametrize("depth", [1, 12, 24])
 @pytest.mark.parametrize("name", ["vit/mirrored", "vit/mirrored-u-spa"])
-@torch.no_grad()
 def test_one_network_has_the_kernels_of_theory_at_every_block(name, depth):
     """Given its own Σ_0, all locations seeing each other, gains and rotations in place."""
-    model = build(name, depth=depth)
-    x = model.embed(pictures())
-    positions, measured = model.positions(x), [kernels.of_activations(x[0].numpy())]
-    for block in model.each_block():
-        x = block(x, positions)
-        measured.append(kernels.of_activations(x[0].numpy()))
-    predicted = propagation.forward(kernel_maps.kernel_blocks(model.config), measured[0])
-    assert len(measured) == depth + 1
-    for found, expected in zip(measured, predicted, strict=True):
-        assert np.abs(found - expected).max() < 1e-10
+    check_kernels(build(name, depth=depth), pictures())
 
 
 @pytest.mark.parametrize("name", FAMILY)
