@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from skipless.data.store import IMAGES, MANIFEST, REMAKE, holds_images, read_at, verify_shards
+from skipless.data.store import IMAGES, MANIFEST, REMAKE, check_size, holds_images, read_at, verify_shards
 from skipless.files import mapping, read_json, reading
 from skipless.schema import build
 
@@ -129,7 +129,8 @@ class ImageStore:
         if split not in self.manifest.splits:
             raise ValueError(f"{folder} has no images for {split!r}; put some into SOURCE/{split} and prepare it again")
         found = self.manifest.splits[split]
-        check_files(self.folder, [found.pixels, found.labels])
+        for each in (found.pixels, found.labels):
+            check_size(self.folder / each.file, each.bytes)
         verify_shards(self.folder, [found.pixels, found.labels], trust=True)
         labels = self.folder / found.labels.file
         with reading(labels, REMAKE):
@@ -178,15 +179,3 @@ class ImageStore:
             return 0.0
         squares, whole = (rows**2).sum(), (rows.sum(axis=1) ** 2).sum()
         return max(float((whole - squares) / squares / (grid**2 - 1)), 0.0) / 2.0
-
-
-def check_files(folder: Path, files: list[ImageFile]) -> None:
-    """Refuse a file that is missing or not as long as it was when finished."""
-    for each in files:
-        path = folder / each.file
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
-        if (size := path.stat().st_size) != each.bytes:
-            raise ValueError(
-                f"{path} has {size:,} bytes instead of {each.bytes:,}: it is cut short or changed; {REMAKE}"
-            )

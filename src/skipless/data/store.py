@@ -352,13 +352,17 @@ class ShardWriter:
 
 
 def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:
-    """Refuse a shard that is missing or not as long as it was when finished."""
+    """`check_size` of each shard."""
     for shard in shards:
-        path, expected = folder / shard.file, shard.tokens * itemsize
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
-        if (size := path.stat().st_size) != expected:
-            raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
+        check_size(folder / shard.file, shard.tokens * itemsize)
+
+
+def check_size(path: Path, expected: int) -> None:
+    """Refuse a file that is missing or not as long as it was when finished."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
+    if (size := path.stat().st_size) != expected:
+        raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
 
 
 class Hashed(Protocol):
