@@ -14,9 +14,10 @@ from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.hf.tokenizer import FastTokenizer
 from skipless.model import kernel_maps
-from skipless.model.config import ModelConfig, check_names
+from skipless.model.config import ModelConfig
 from skipless.model.presets import REPEAT_RATE
 from skipless.model.transformer import Transformer
+from skipless.schema import check_names
 from skipless.theory.activations import ShapedActivation, base_name
 from skipless.theory.feasibility import check_skip_weight, round_up, smallest_gamma_final
 from skipless.theory.propagation import Skip

@@ -8,18 +8,15 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from skipless.console import nearest
 from skipless.files import parse_json
-from skipless.schema import build, check_own, shortened
+from skipless.schema import build, check_names, check_own, shortened
 from skipless.theory.activations import ShapedActivation, base_name, odd_factor
 from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention
-from skipless.theory.shaping import default_activation, named_activation
+from skipless.theory.shaping import default_activation, name_of, named_activation
 
 logger = logging.getLogger("skipless")
 Position = Literal["rope", "relative", "none"]
@@ -274,24 +271,7 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
     own = config.shaped_activation
     if not config.hidden or own == ShapedActivation(own.base) or not changes.keys() & {"depth", "mlp_skip", "mlp_init"}:
         return None
-    for name in (f"dks-{own.base}", f"tat-{own.base}"):
-        with suppress(ValueError):
-            for_what = (config.depth, config.mlp_skip)
-            solved = default_activation(*for_what)[0] if name == "dks-gelu" else named_activation(name, *for_what)
-            pairs = zip(dataclasses.astuple(solved), dataclasses.astuple(own), strict=True)
-            if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
-                return name
-    return None
-
-
-def check_names(kind: Any, data: Mapping[str, Any]) -> None:
-    """Refuse names that are no fields of the dataclass, with the nearest one that is."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"a {kind.__name__} is read from a mapping of its fields, not from {type(data).__name__}")
-    known = {f.name for f in fields(kind)}
-    for name in data:
-        if name not in known:
-            raise ValueError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
+    return name_of(own, config.depth, config.mlp_skip)
 
 
 _LEAST = dict.fromkeys(("vocab_size", "width", "depth", "heads", "kv_heads", "length"), 1)

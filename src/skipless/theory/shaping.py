@@ -15,7 +15,8 @@ itself meets it. The two agree without skips.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import astuple, replace
 
 import numpy as np
 import scipy
@@ -160,6 +161,17 @@ def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
         return solve(base, depth, skip_weight=_skip_weight(skip))
     except ValueError as error:
         raise ValueError(f"activation={name!r} over {depth} blocks: {error}") from error
+
+
+def name_of(shaped: ShapedActivation, depth: int, skip: Skip) -> str | None:
+    """The name that is solved to these constants for so many blocks, or None."""
+    for name in (f"dks-{shaped.base}", f"tat-{shaped.base}"):
+        with suppress(ValueError):
+            solved = default_activation(depth, skip)[0] if name == "dks-gelu" else named_activation(name, depth, skip)
+            pairs = zip(astuple(solved), astuple(shaped), strict=True)
+            if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
+                return name
+    return None
 
 
 def _skip_weight(skip: Skip) -> float:
