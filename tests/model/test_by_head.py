@@ -20,7 +20,7 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.inspection import inverse
 from skipless.model import kernel_maps
-from skipless.model.config import Images, ModelConfig
+from skipless.model.config import Images, ModelConfig, attention_shapes
 from skipless.model.fold import FoldedTransformer, fold
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import AttentionOptions, ShapedAttention
@@ -118,9 +118,9 @@ def test_mlps_start_as_a_rotation_of_each_head_and_only_then():
 
 @pytest.mark.parametrize("calibration", ["exact", "mlp-aware"])
 def test_calibrations_are_those_of_each_head(calibration):
-    shapes = kernel_maps.attention_shapes(config_of(scheme=ExponentialSPA(RATES, 0.02, calibration)))
+    shapes = attention_shapes(config_of(scheme=ExponentialSPA(RATES, 0.02, calibration)))
     for head, rate in enumerate(RATES):
-        alone = kernel_maps.attention_shapes(config_of(scheme=ExponentialSPA(rate, 0.02, calibration)))
+        alone = attention_shapes(config_of(scheme=ExponentialSPA(rate, 0.02, calibration)))
         for block, other in zip(shapes, alone, strict=True):
             np.testing.assert_allclose(block.dense(24)[head], other.dense(24), atol=1e-14)
     model = build(config_of(scheme=ExponentialSPA(RATES, 0.02, calibration)))

@@ -8,7 +8,7 @@ import torch
 from tests.model.exact import build, check_kernels, kernels_by_block, tokens_of
 
 from skipless.model import kernel_maps
-from skipless.model.config import ModelConfig
+from skipless.model.config import ModelConfig, attention_shapes, mlp_layer
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels, propagation
 from skipless.theory.propagation import MirroredMlp, Skip
@@ -86,13 +86,11 @@ def test_the_certificate_of_a_mirrored_network_is_that_of_attention_alone():
 @pytest.mark.parametrize("calibration", ["exact", "mlp-aware"])
 def test_calibrations_have_nothing_to_mend_in_a_mirrored_mlp(kind, calibration):
     """Without repeated tokens all are the paper's; with them "exact" is that of a network without MLPs."""
-    ours, paper = (
-        kernel_maps.attention_shapes(config_of(kind(calibration=name), depth=6)) for name in (calibration, "paper")
-    )
+    ours, paper = (attention_shapes(config_of(kind(calibration=name), depth=6)) for name in (calibration, "paper"))
     for shape, other in zip(ours, paper, strict=True):
         np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
     exact = kind(repeat_rate=0.02, calibration="exact")
-    ours, alone = (kernel_maps.attention_shapes(config_of(exact, depth=6, hidden=hidden)) for hidden in (None, 0))
+    ours, alone = (attention_shapes(config_of(exact, depth=6, hidden=hidden)) for hidden in (None, 0))
     for shape, other in zip(ours, alone, strict=True):
         np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
 
@@ -105,7 +103,7 @@ def test_kernels_pass_a_mirrored_mlp_both_ways():
 
 def test_norms_and_skips_around_a_mirrored_mlp_are_theirs():
     skip = Skip.normalised(0.6)
-    layer = kernel_maps.mlp_layer(config_of(scheme="v-skipinit", mlp_skip=skip, norm="pre"))
+    layer = mlp_layer(config_of(scheme="v-skipinit", mlp_skip=skip, norm="pre"))
     kernel = 4.0 * kernels.uniform(0.3, 5)
     np.testing.assert_allclose(layer.forward(kernel), 0.36 * kernel + 0.64 * kernel / 4.0)
 

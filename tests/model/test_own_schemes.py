@@ -20,8 +20,8 @@ from skipless import ModelConfig, Scheme, Transformer, lazy, register_scheme
 from skipless.cli.app import app
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
+from skipless.model.config import attention_shapes
 from skipless.model.generate import generate
-from skipless.model.kernel_maps import attention_shapes
 from skipless.ops.attention import shaped_attention, why_not_triton
 from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.theory import DenseShape, PlainShape, TableShape, kernels

@@ -6,7 +6,7 @@ import torch
 from tests.model.exact import check_kernels
 
 from skipless.model import kernel_maps
-from skipless.model.config import Images, ModelConfig
+from skipless.model.config import Images, ModelConfig, attention_shapes
 from skipless.model.presets import names, preset
 from skipless.model.transformer import Transformer
 from skipless.nn.patches import PatchEmbedding, cut
@@ -58,7 +58,7 @@ def test_the_family(name):
 def test_e_spa_follows_the_rows_and_columns_of_any_images(name, images):
     """Without a size being stated: a preset's, one that is changed later, and one from JSON."""
     for config in (preset(name, images=images), ModelConfig.from_json(preset(name).replace(images=images).to_json())):
-        shape, side = kernel_maps.attention_shapes(config)[0], images.grid
+        shape, side = attention_shapes(config)[0], images.grid
         matrix = shape.dense(config.length)
         target = kernels.exponential_grid(shape.step.gamma_out, side, side)
         root = kernels.symmetric_root(target)
@@ -72,7 +72,7 @@ def test_e_spa_follows_the_rows_and_columns_of_any_images(name, images):
 def test_reading_order_is_there_for_those_who_want_it():
     config = preset("vit/mirrored", scheme=ExponentialSPA(0.2, 0.148))
     assert "grid" not in config.to_dict()["scheme"]
-    row = kernel_maps.attention_shapes(config)[0].dense(64)[27]
+    row = attention_shapes(config)[0].dense(64)[27]
     assert row[28] > 10 * row[27 + 8]
 
 

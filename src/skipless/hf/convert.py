@@ -14,7 +14,7 @@ from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.hf.tokenizer import FastTokenizer
 from skipless.model import kernel_maps
-from skipless.model.config import ModelConfig
+from skipless.model.config import ModelConfig, attention_shapes
 from skipless.model.presets import REPEAT_RATE
 from skipless.model.transformer import Transformer
 from skipless.schema import check_names
@@ -192,7 +192,7 @@ def convert(
         mlp_skip=skip,
         **settings,
     )
-    kernel_maps.attention_shapes(config)  # an infeasible scheme is refused here, not when the model is first used
+    attention_shapes(config)  # an infeasible scheme is refused here, not when the model is first used
     return Conversion(
         decoder,
         config,

@@ -1,4 +1,4 @@
-"""ModelConfig: everything that defines a network, frozen, checked, and plain JSON.
+"""ModelConfig: everything that defines a network, frozen, checked, and plain JSON; and the shapes of its blocks.
 
 Every refusal names the value seen, the rule, and a value that works.
 """
@@ -14,8 +14,19 @@ from typing import Any, Literal
 from skipless.files import parse_json
 from skipless.schema import build, check_names, check_own, shortened
 from skipless.theory.activations import ShapedActivation, base_name, odd_factor
-from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
+from skipless.theory.local_maps import variance_gain
+from skipless.theory.propagation import (
+    KernelLayer,
+    MirroredMlp,
+    Mlp,
+    NormPlacement,
+    QueryKeyInit,
+    Skip,
+    ValueOutput,
+    sub_block,
+)
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention
+from skipless.theory.shapes import AttentionShape, ShapeByHead
 from skipless.theory.shaping import default_activation, name_of, named_activation
 
 logger = logging.getLogger("skipless")
@@ -243,6 +254,56 @@ class ModelConfig:
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
         return cls.from_dict(parse_json(text))
+
+
+def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
+    """One AttentionShape per block: the one place where depth meets the scheme."""
+    scheme, mlp = config.scheme, mlp_layer(config)
+    through = mlp.forward if mlp is not None else None
+    context = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
+    shapes = scheme.shapes(config.depth, config.attention_skip.shortcut, config.causal, **context)
+    name, seen = type(scheme).__name__, f"{len(shapes)} shapes"
+    if len(shapes) != config.depth:
+        raise ValueError(f"{name}.shapes gave {seen} for {config.depth} blocks; it must give one for each")
+    for block, shape in enumerate(shapes, start=1):
+        if not isinstance(shape, AttentionShape):
+            raise ValueError(
+                f"{name}.shapes gave a {type(shape).__name__} for block {block}; it must be an AttentionShape: "
+                f"DenseShape(matrix, causal={config.causal}) makes one of a T×T matrix"
+            )
+        if shape.causal != config.causal:
+            raise ValueError(
+                f"{name}.shapes gave block {block} a shape with causal={shape.causal}, and the network has "
+                f"causal={config.causal}; give the shape what `shapes` was given"
+            )
+        if scheme.by_head and not isinstance(shape, ShapeByHead):
+            raise ValueError(
+                f"{name} is by head and its shapes gave block {block} a {type(shape).__name__}; it must be a "
+                f"ShapeByHead of {config.heads} shapes"
+            )
+        if isinstance(shape, ShapeByHead) and shape.heads != config.heads:
+            raise ValueError(
+                f"{name}.shapes gave block {block} {shape.heads} shapes by head, and heads={config.heads}; give one "
+                "for each head"
+            )
+    return shapes
+
+
+def mlp_layer(config: ModelConfig) -> KernelLayer | None:
+    """The MLP sub-block's kernel map, or None in attention-only models."""
+    if not config.hidden:
+        return None
+    mirrored = config.mlp_init == "mirrored"
+    mlp = MirroredMlp() if mirrored else Mlp(config.shaped_activation, mlp_gain(config))
+    return sub_block(mlp, config.mlp_skip, config.norm)
+
+
+def mlp_gain(config: ModelConfig) -> float:
+    """σ of the matrix behind the activation: 1 for DKS and TAT by construction, else what keeps q: 1 → 1. App. H.
+
+    Not for mirrored MLPs, whose two matrices are made together.
+    """
+    return variance_gain(config.shaped_activation)
 
 
 def _solved_activation(config: ModelConfig, given: str | None) -> ShapedActivation:
