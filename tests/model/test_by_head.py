@@ -2,16 +2,14 @@
 
 import json
 import math
-import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.model.commands import check_resumed_and_exported, kill_at_a_checkpoint, training_words
 from tests.model.exact import build, check_attention, check_cache, states_by_block, tokens_of
-from tests.processes import Program
 from typer.testing import CliRunner
 
 import skipless
@@ -286,27 +284,8 @@ def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(Path(__file__).read_text() * 4)
     prepare(Preparation("text.txt", tokenizer=Bytes()), Path("tokens"), workers=1)
-    fields = ("model.scheme.gamma_final=0.5,0.05,0.05,0.005", "model.width=32", "model.depth=3",
-              "train.length=16", "train.precision=fp32", "train.compile=false", "train.eval_every=0", "train.steps=16",
-              "train.batch_size=2", "train.checkpoint_every=2")  # fmt: skip
-    sets = [word for field in fields for word in ("--set", field)]
-    train = ["train", "mirrored/e-spa", "--data", "tokens", "--device", "cpu", *sets]
-    killed = Program("from skipless.cli import main; main()", *train, "--out", tmp_path / "run")
-    while not any((tmp_path / "run" / "checkpoints").glob("*/")):
-        assert killed.poll() is None, killed.outputs()
-        time.sleep(0.02)
-    killed.signal(signal.SIGKILL)
-    killed.wait(30)
-    for words in ([*train, "--out", "run", "--resume"], [*train, "--out", "whole"], ["export", "run"]):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.exception
-    weights = [tmp_path / name / "model.safetensors" for name in ("run", "whole")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    native, exported = skipless.load("run"), skipless.load("run/export")
-    assert native.config == exported.config
-    assert native.config.scheme.gamma_final == RATES
-    tokens = torch.arange(16)[None]
-    assert torch.equal(native(tokens), exported(tokens))
-    assert torch.equal(native.generate(tokens[:, :12], 40), exported.generate(tokens[:, :12], 40))
+    train = training_words(Path("tokens"), ["model.scheme.gamma_final=0.5,0.05,0.05,0.005"])
+    kill_at_a_checkpoint(train, tmp_path / "run")
+    assert check_resumed_and_exported(train, continued=40).config.scheme.gamma_final == RATES
     done = CliRunner().invoke(app, ["inspect", "run", "--corpus", "tokens", "--length", "16"])
     assert done.exit_code == 0, done.exception
