@@ -23,7 +23,7 @@ SHORT_FILES = {
     "skipless/hf/recompute.py": "imported later than the rest of hf, for a circle in transformers",
     "skipless/ops/cuda_graph.py": "graphs of decoding and of training",
     "skipless/ops/gpu/cross_entropy.py": "needs triton, as nothing outside ops/gpu does",
-    "skipless/ops/precision.py": "called by the loss, training and evaluation",
+    "skipless/ops/precision.py": "called by training, evaluation and ablation",
 }
 
 relative_name = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY / "src")))

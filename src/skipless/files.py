@@ -271,7 +271,7 @@ def write_hashes(folder: Path, names: Iterable[str]) -> None:
         with (folder / name).open("rb") as file:
             os.fsync(file.fileno())
         files[name] = size_and_hash(folder / name)
-    write_json(folder / HASHES, {"sha256": _digest(files), "files": files}, indent=1)
+    write_json(folder / HASHES, {"sha256": digest(files), "files": files}, indent=1)
 
 
 def read_hashes(folder: Path) -> dict[str, list[int | str]] | None:
@@ -287,7 +287,7 @@ def read_hashes(folder: Path) -> dict[str, list[int | str]] | None:
 
 def _hashes(values: Any) -> dict[str, list[int | str]]:
     files = mapping(mapping(values)["files"])
-    if values["sha256"] != _digest(files):
+    if values["sha256"] != digest(files):
         raise ValueError("its own SHA-256 differs")
     for name in files:
         if not leads_inside(name):
@@ -325,7 +325,8 @@ def size_and_hash(path: Path) -> list[int | str]:
     return [path.stat().st_size, sha256]
 
 
-def _digest(values: Any) -> str:
+def digest(values: Any) -> str:
+    """The SHA-256 of what JSON holds, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -6,6 +6,7 @@ import inspect
 import numbers
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from skipless.console import nearest
@@ -46,6 +47,16 @@ def check_fields(kind: Any, data: Any, where: str, prefix: str = "") -> dict[str
             raise ValueError(f"{where} lacks {name!r}")
     hints = _hints(kind)
     return {name: check(value, hints[name], prefix + name) for name, value in data.items()}
+
+
+def check_names(kind: Any, data: Any) -> None:
+    """Refuse names that are no fields of the dataclass, with the nearest one that is."""
+    if not isinstance(data, Mapping):
+        raise ValueError(f"a {kind.__name__} is read from a mapping of its fields, not from {type(data).__name__}")
+    known = {each.name for each in dataclasses.fields(kind)}
+    for name in data:
+        if name not in known:
+            raise ValueError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
 
 
 def check_own(instance: Any, prefix: str = "") -> None:

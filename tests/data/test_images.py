@@ -17,9 +17,9 @@ from tests.pictures import CLASSES, packed, striped
 from skipless.console import Progress
 from skipless.data import image_files
 from skipless.data.image_files import prepare_images
-from skipless.data.image_store import ImageManifest, ImageStore, holds_images, read_images
+from skipless.data.image_store import ImageManifest, ImageStore, read_images
 from skipless.data.prepare import Preparation, prepare
-from skipless.data.store import fingerprint, read_manifest
+from skipless.data.store import fingerprint, holds_images, read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.theory import kernels
 

@@ -2,16 +2,14 @@
 
 import json
 import math
-import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.model.test_readers import build, tokens_of
-from tests.processes import Program
+from tests.model.commands import check_resumed_and_exported, kill_at_a_checkpoint, training_words
+from tests.model.exact import build, check_attention, check_cache, states_by_block, tokens_of
 from typer.testing import CliRunner
 
 import skipless
@@ -20,9 +18,8 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
 from skipless.inspection import inverse
 from skipless.model import kernel_maps
-from skipless.model.config import Images, ModelConfig
+from skipless.model.config import Images, ModelConfig, attention_shapes
 from skipless.model.fold import FoldedTransformer, fold
-from skipless.model.generate import KVCache, decode
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import AttentionOptions, ShapedAttention
 from skipless.theory import kernels, propagation
@@ -40,13 +37,9 @@ def config_of(rates=RATES, **fields) -> ModelConfig:
     return ModelConfig(**{**sizes, **kind, **fields})
 
 
-@torch.no_grad()
 def kernels_by_head(model: Transformer, tokens: torch.Tensor) -> list[np.ndarray]:
     """Σ of each head's channels after every block, input first: (heads, T, T)."""
-    states, positions = [model.embed(tokens)], model.positions(tokens)
-    for block in model.each_block():
-        states.append(block(states[-1], positions))
-    split = [np.split(state[0].numpy(), model.config.heads, axis=-1) for state in states]
+    split = [np.split(state, model.config.heads, axis=-1) for state in states_by_block(model, tokens)]
     return [np.stack([kernels.of_activations(head) for head in heads]) for heads in split]
 
 
@@ -123,55 +116,23 @@ def test_mlps_start_as_a_rotation_of_each_head_and_only_then():
 
 @pytest.mark.parametrize("calibration", ["exact", "mlp-aware"])
 def test_calibrations_are_those_of_each_head(calibration):
-    shapes = kernel_maps.attention_shapes(config_of(scheme=ExponentialSPA(RATES, 0.02, calibration)))
+    shapes = attention_shapes(config_of(scheme=ExponentialSPA(RATES, 0.02, calibration)))
     for head, rate in enumerate(RATES):
-        alone = kernel_maps.attention_shapes(config_of(scheme=ExponentialSPA(rate, 0.02, calibration)))
+        alone = attention_shapes(config_of(scheme=ExponentialSPA(rate, 0.02, calibration)))
         for block, other in zip(shapes, alone, strict=True):
             np.testing.assert_allclose(block.dense(24)[head], other.dense(24), atol=1e-14)
     model = build(config_of(scheme=ExponentialSPA(RATES, 0.02, calibration)))
     assert model(tokens_of()).isfinite().all()
 
 
-def by_hand(model: Transformer, index: int, x: torch.Tensor) -> torch.Tensor:
-    """A block's attention head by head, from theory's dense bias."""
-    attention = model.blocks[index].attention.inner
-    length, wide, rotation = x.shape[1], attention.head_width, model.positions(x).rotation
-    heads = []
-    for head, shape in enumerate(attention.shape.shapes):
-        rows = slice(head * wide, (head + 1) * wide)
-        bias = torch.from_numpy(np.where(np.tri(length, dtype=bool), shape.bias(length), 0.0))
-        scale = torch.from_numpy(shape.row_scale(length))
-        q, k = (rotation.rotate((x @ w.weight[rows].mT)[:, None])[:, 0] for w in (attention.query, attention.key))
-        scores = q @ k.mT / math.sqrt(wide) + attention.bias_gain[head] * bias
-        weights = scale[:, None] * scores.masked_fill(~torch.ones(length, length).tril().bool(), -math.inf).softmax(-1)
-        heads.append(weights @ x[..., rows])
-    return torch.cat(heads, -1)
-
-
 @pytest.mark.parametrize("impl", ["reference", "sdpa", "auto"])
 def test_attention_is_what_its_heads_give_written_out(impl):
-    """Gradients too, of the input and of every matrix and gain."""
-    model = build(config_of(bias_gain=True), moved=0.1, impl=impl)
-    attention = model.blocks[1].attention
-    x = torch.randn(2, 24, 32, dtype=torch.float64, requires_grad=True)
-    wanted = [x, *attention.parameters()]
-    outputs = [attention(x, model.positions(x)), by_hand(model, 1, x)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(out.square().sum(), wanted) for out in outputs]
-    for ours, theirs in zip(*gradients, strict=True):
-        assert ours.any()
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    check_attention(config_of(bias_gain=True), impl)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"kv_heads": 2, "position": "none"}, {"position": "relative"}])
 def test_cached_logits_are_those_of_the_whole_row(fields):
-    model, tokens = build(config_of(**fields), moved=0.05), tokens_of()
-    cache, parts, start = KVCache(4, capacity=24), [], 0
-    for count in (9, 1, 14):
-        parts.append(decode(model, tokens[:, start : start + count], cache))
-        start += count
-    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-12)
+    check_cache(config_of(**fields))
 
 
 @torch.no_grad()
@@ -323,27 +284,8 @@ def test_a_killed_run_goes_on_to_the_bit_and_is_exported(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(Path(__file__).read_text() * 4)
     prepare(Preparation("text.txt", tokenizer=Bytes()), Path("tokens"), workers=1)
-    fields = ("model.scheme.gamma_final=0.5,0.05,0.05,0.005", "model.width=32", "model.depth=3",
-              "train.length=16", "train.precision=fp32", "train.compile=false", "train.eval_every=0", "train.steps=16",
-              "train.batch_size=2", "train.checkpoint_every=2")  # fmt: skip
-    sets = [word for field in fields for word in ("--set", field)]
-    train = ["train", "mirrored/e-spa", "--data", "tokens", "--device", "cpu", *sets]
-    killed = Program("from skipless.cli import main; main()", *train, "--out", tmp_path / "run")
-    while not any((tmp_path / "run" / "checkpoints").glob("*/")):
-        assert killed.poll() is None, killed.outputs()
-        time.sleep(0.02)
-    killed.signal(signal.SIGKILL)
-    killed.wait(30)
-    for words in ([*train, "--out", "run", "--resume"], [*train, "--out", "whole"], ["export", "run"]):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.exception
-    weights = [tmp_path / name / "model.safetensors" for name in ("run", "whole")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    native, exported = skipless.load("run"), skipless.load("run/export")
-    assert native.config == exported.config
-    assert native.config.scheme.gamma_final == RATES
-    tokens = torch.arange(16)[None]
-    assert torch.equal(native(tokens), exported(tokens))
-    assert torch.equal(native.generate(tokens[:, :12], 40), exported.generate(tokens[:, :12], 40))
+    train = training_words(Path("tokens"), ["model.scheme.gamma_final=0.5,0.05,0.05,0.005"])
+    kill_at_a_checkpoint(train, tmp_path / "run")
+    assert check_resumed_and_exported(train, continued=40).config.scheme.gamma_final == RATES
     done = CliRunner().invoke(app, ["inspect", "run", "--corpus", "tokens", "--length", "16"])
     assert done.exit_code == 0, done.exception

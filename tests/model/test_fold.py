@@ -6,13 +6,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from skipless.model.config import ModelConfig, named_activation
+from skipless.model.config import ModelConfig
 from skipless.model.fold import FoldedTransformer, Folding, default_max_condition, fold
 from skipless.model.generate import KVCache, decode
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
+from skipless.theory.shaping import named_activation
 
 TOKENS = torch.randint(53, (2, 17), generator=torch.Generator().manual_seed(0))
 # solved once, for 36 layers: DKS does not exist for 4

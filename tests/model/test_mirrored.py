@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.model.exact import build, check_kernels, kernels_by_block, tokens_of
 
 from skipless.model import kernel_maps
-from skipless.model.config import ModelConfig
+from skipless.model.config import ModelConfig, attention_shapes, mlp_layer
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels, propagation
 from skipless.theory.propagation import MirroredMlp, Skip
@@ -28,47 +29,18 @@ def config_of(scheme: str | Scheme = "e-spa", **fields) -> ModelConfig:
     return ModelConfig(**{**sizes, "scheme": chosen, **fields})
 
 
-def build(config: ModelConfig, seed: int = 0) -> Transformer:
-    """In float64 from the start: matrices that are rounded to float32 are orthogonal to 1e-7 only."""
-    torch.manual_seed(seed)
-    model = Transformer(config, impl="reference").double()
-    model.reset_parameters()
-    return model
-
-
-def tokens_of(config: ModelConfig, batch: int = 1) -> torch.Tensor:
-    shape, generator = (batch, config.length), torch.Generator().manual_seed(1)
-    return torch.randint(config.vocab_size, shape, generator=generator)
-
-
-@torch.no_grad()
-def kernels_by_block(model: Transformer, tokens: torch.Tensor) -> list[np.ndarray]:
-    states = [model.embed(tokens)]
-    positions = model.positions(tokens)
-    for block in model.each_block():
-        states.append(block(states[-1], positions))
-    return [kernels.of_activations(state[0].numpy()) for state in states]
-
-
 @each_scheme
 @each_values
 @pytest.mark.parametrize("activation", ["gelu", "tat-leaky_relu"])
 def test_one_network_has_the_kernels_of_theory_at_every_block(scheme, values, activation):
     """Given its own Σ_0, at width 32 and over 36 blocks with MLPs; others have them on average, and only wide ones."""
     config = config_of(scheme, value_output=values, activation=activation)
-    measured = kernels_by_block(build(config), tokens_of(config))
-    predicted = propagation.forward(kernel_maps.kernel_blocks(config), measured[0])
-    assert len(measured) == 37
-    for found, expected in zip(measured, predicted, strict=True):
-        assert np.abs(found - expected).max() < 1e-10
+    check_kernels(build(config), tokens_of(1))
 
 
 @pytest.mark.parametrize("depth", [1, 108])
 def test_so_it_is_at_any_depth(depth):
-    config = config_of(depth=depth)
-    measured = kernels_by_block(build(config), tokens_of(config))
-    predicted = propagation.forward(kernel_maps.kernel_blocks(config), measured[0])
-    assert np.abs(measured[-1] - predicted[-1]).max() < 1e-10
+    check_kernels(build(config_of(depth=depth)), tokens_of(1))
 
 
 def gradients(model: Transformer, tokens: torch.Tensor) -> tuple[float, dict[str, list[float]]]:
@@ -86,7 +58,7 @@ def gradients(model: Transformer, tokens: torch.Tensor) -> tuple[float, dict[str
 def test_gradients_are_of_one_size_from_the_first_block_to_the_last(scheme):
     """W_V, W_O, W_up and W_down within a factor of 2; W_K's are 0, since W_Q is."""
     config = config_of(scheme)
-    loss, norms = gradients(build(config), tokens_of(config, batch=16))
+    loss, norms = gradients(build(config), tokens_of(16))
     for role in ("value", "output", "up", "down"):
         assert 0.5 < norms[role][0] / norms[role][-1] < 2.0, role
         assert 0.0 < max(norms[role]) < 3.0 * min(norms[role]), role
@@ -98,7 +70,7 @@ def test_gradients_are_of_one_size_from_the_first_block_to_the_last(scheme):
 
 def test_identity_values_leave_the_other_gradients_alike():
     config = config_of(value_output="identity")
-    _, norms = gradients(build(config), tokens_of(config, batch=16))
+    _, norms = gradients(build(config), tokens_of(16))
     assert set(norms) == {"query", "key", "up", "down"}
     for role in ("up", "down"):
         assert 0.5 < norms[role][0] / norms[role][-1] < 2.0, role
@@ -114,13 +86,11 @@ def test_the_certificate_of_a_mirrored_network_is_that_of_attention_alone():
 @pytest.mark.parametrize("calibration", ["exact", "mlp-aware"])
 def test_calibrations_have_nothing_to_mend_in_a_mirrored_mlp(kind, calibration):
     """Without repeated tokens all are the paper's; with them "exact" is that of a network without MLPs."""
-    ours, paper = (
-        kernel_maps.attention_shapes(config_of(kind(calibration=name), depth=6)) for name in (calibration, "paper")
-    )
+    ours, paper = (attention_shapes(config_of(kind(calibration=name), depth=6)) for name in (calibration, "paper"))
     for shape, other in zip(ours, paper, strict=True):
         np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
     exact = kind(repeat_rate=0.02, calibration="exact")
-    ours, alone = (kernel_maps.attention_shapes(config_of(exact, depth=6, hidden=hidden)) for hidden in (None, 0))
+    ours, alone = (attention_shapes(config_of(exact, depth=6, hidden=hidden)) for hidden in (None, 0))
     for shape, other in zip(ours, alone, strict=True):
         np.testing.assert_allclose(shape.dense(24), other.dense(24), rtol=0, atol=1e-10)
 
@@ -133,7 +103,7 @@ def test_kernels_pass_a_mirrored_mlp_both_ways():
 
 def test_norms_and_skips_around_a_mirrored_mlp_are_theirs():
     skip = Skip.normalised(0.6)
-    layer = kernel_maps.mlp_layer(config_of(scheme="v-skipinit", mlp_skip=skip, norm="pre"))
+    layer = mlp_layer(config_of(scheme="v-skipinit", mlp_skip=skip, norm="pre"))
     kernel = 4.0 * kernels.uniform(0.3, 5)
     np.testing.assert_allclose(layer.forward(kernel), 0.36 * kernel + 0.64 * kernel / 4.0)
 
@@ -181,7 +151,7 @@ def test_grouped_queries_share_keys_alone_where_values_are_the_input(scheme, pos
     state = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in grouped.state_dict().items()}
     grouped.load_state_dict(state)
     whole.load_state_dict({n: repeated(t) if n.endswith("inner.key.weight") else t for n, t in state.items()})
-    tokens, losses = tokens_of(config, batch=2), []
+    tokens, losses = tokens_of(2), []
     for model in (grouped, whole):
         losses.append(model(tokens[:, :-1], targets=tokens[:, 1:]))
         losses[-1].backward()
@@ -211,7 +181,7 @@ def test_a_skip_around_attention_to_the_input_itself_keeps_cross_terms(norm):
     for layer in model.modules():
         if isinstance(layer, torch.nn.RMSNorm):
             layer.eps = 0.0
-    measured = kernels_by_block(model, tokens_of(config))
+    measured = kernels_by_block(model, tokens_of(1))
     predicted = propagation.forward(kernel_maps.kernel_blocks(config), measured[0])
     for found, expected in zip(measured, predicted, strict=True):
         assert np.abs(found - expected).max() < 1e-10 * np.abs(expected).max()

@@ -3,16 +3,14 @@
 import dataclasses
 import importlib.metadata
 import json
-import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.processes import Program
+from tests.model.commands import check_resumed_and_exported, kill_at_a_checkpoint, training_words
 from typer.testing import CliRunner
 
 import skipless
@@ -20,8 +18,8 @@ from skipless import ModelConfig, Scheme, Transformer, lazy, register_scheme
 from skipless.cli.app import app
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
+from skipless.model.config import attention_shapes
 from skipless.model.generate import generate
-from skipless.model.kernel_maps import attention_shapes
 from skipless.ops.attention import shaped_attention, why_not_triton
 from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.theory import DenseShape, PlainShape, TableShape, kernels
@@ -120,18 +118,9 @@ def test_its_kernels_are_the_family_it_says():
 def test_a_killed_run_goes_on_and_is_exported(tmp_path, data, monkeypatch):
     """By the commands, which know the scheme by --import alone: without it they say so."""
     monkeypatch.chdir(tmp_path)
-    fields = ("model.scheme=smooth", "model.scheme.share=0.4", "model.width=32", "model.depth=3", "model.heads=4",
-              "train.length=16", "train.precision=fp32", "train.compile=false", "train.eval_every=0", "train.steps=16",
-              "train.batch_size=2", "train.checkpoint_every=2")  # fmt: skip
-    sets = [word for field in fields for word in ("--set", field)]
-    code = ["--import", str(EXAMPLE)]
-    train = ["train", "mirrored/e-spa", *code, "--data", str(data), "--device", "cpu", *sets]
-    killed = Program("from skipless.cli import main; main()", *train, "--out", tmp_path / "run")
-    while not any((tmp_path / "run" / "checkpoints").glob("*/")):
-        assert killed.poll() is None, killed.outputs()
-        time.sleep(0.02)
-    killed.signal(signal.SIGKILL)
-    killed.wait(30)
+    code, fields = ["--import", str(EXAMPLE)], ["model.scheme=smooth", "model.scheme.share=0.4", "model.heads=4"]
+    train = training_words(data, fields, *code)
+    kill_at_a_checkpoint(train, tmp_path / "run")
     saved = json.loads((tmp_path / "run" / "experiment.json").read_text())["model"]["scheme"]
     assert (saved["kind"], saved["share"]) == ("smooth", 0.4)
     assert saved["repeat_rate"] > 0.0  # that of the tokens
@@ -140,18 +129,9 @@ def test_a_killed_run_goes_on_and_is_exported(tmp_path, data, monkeypatch):
     assert "scheme kind is 'smooth'" in str(without.exception)
     assert "--import FILE.py" in str(without.exception)
 
-    for words in ([*train, "--out", "run", "--resume"], [*train, "--out", "whole"], ["export", "run", *code]):
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.exception
-    weights = [tmp_path / name / "model.safetensors" for name in ("run", "whole")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    native, exported = skipless.load("run"), skipless.load("run/export")
-    assert native.config == exported.config
-    tokens = torch.arange(16)[None]
-    assert torch.equal(native(tokens), exported(tokens))
-    assert torch.equal(native.generate(tokens[:, :12], 4), exported.generate(tokens[:, :12], 4))
+    native = check_resumed_and_exported(train, *code, continued=4)
     with pytest.raises(ValueError, match="16"):  # all that its tables were made for
-        native.generate(tokens, 4)
+        native.generate(torch.arange(16)[None], 4)
 
 
 def test_kernels_takes_the_fields_of_a_scheme(monkeypatch, tmp_path):

@@ -4,9 +4,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tests.model.exact import kernels_by_block
 
 from skipless.model import kernel_maps
-from skipless.model.config import ModelConfig
+from skipless.model.config import ModelConfig, attention_shapes
 from skipless.model.fold import fold
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
@@ -25,16 +26,6 @@ def build(config, seed=0, dtype=torch.float64):
         return Transformer(config, impl="reference")
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@torch.no_grad()
-def kernels_by_block(model, tokens):
-    """Σ_0 … Σ_L measured on one sequence."""
-    positions, x = model.positions(tokens), model.embed(tokens)
-    states = [x]
-    for block in model.blocks:
-        states.append(block(states[-1], positions))
-    return [kernels.of_activations(s[0].double().numpy()) for s in states]
 
 
 @pytest.mark.parametrize("scheme", SPA_SCHEMES, ids=lambda s: type(s).__name__)
@@ -277,7 +268,7 @@ def test_exact_calibration_meets_what_a_norm_hands_attention(scheme):
     """MLPs with the usual skip let the stream grow; behind the norm every branch still has a unit diagonal."""
     config = ModelConfig(depth=6, length=24, scheme=scheme, norm="pre", mlp_skip=Skip(1.0, 1.0), activation="gelu")
     kernel = kernels.uniform(0.02, 24)
-    for shape, block in zip(kernel_maps.attention_shapes(config), kernel_maps.kernel_blocks(config), strict=True):
+    for shape, block in zip(attention_shapes(config), kernel_maps.kernel_blocks(config), strict=True):
         branch = shape.dense(24) @ kernels.cosine(kernel) @ shape.dense(24).T
         np.testing.assert_allclose(np.diagonal(branch), 1.0, rtol=1e-12)
         kernel = block.forward(kernel)

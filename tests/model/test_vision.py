@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from tests.model.exact import check_kernels
 
 from skipless.model import kernel_maps
-from skipless.model.config import Images, ModelConfig
+from skipless.model.config import Images, ModelConfig, attention_shapes
 from skipless.model.presets import names, preset
 from skipless.model.transformer import Transformer
 from skipless.nn.patches import PatchEmbedding, cut
 from skipless.ops.attention import Rotation
-from skipless.theory import kernels, propagation
+from skipless.theory import kernels
 from skipless.theory.schemes import ExponentialSPA
 
 FAMILY = [name for name in names() if name.startswith("vit/")]
@@ -33,19 +34,9 @@ def pictures(batch: int = 1, side: int = 16) -> torch.Tensor:
 
 @pytest.mark.parametrize("depth", [1, 12, 24])
 @pytest.mark.parametrize("name", ["vit/mirrored", "vit/mirrored-u-spa"])
-@torch.no_grad()
 def test_one_network_has_the_kernels_of_theory_at_every_block(name, depth):
     """Given its own Σ_0, all locations seeing each other, gains and rotations in place."""
-    model = build(name, depth=depth)
-    x = model.embed(pictures())
-    positions, measured = model.positions(x), [kernels.of_activations(x[0].numpy())]
-    for block in model.each_block():
-        x = block(x, positions)
-        measured.append(kernels.of_activations(x[0].numpy()))
-    predicted = propagation.forward(kernel_maps.kernel_blocks(model.config), measured[0])
-    assert len(measured) == depth + 1
-    for found, expected in zip(measured, predicted, strict=True):
-        assert np.abs(found - expected).max() < 1e-10
+    check_kernels(build(name, depth=depth), pictures())
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -67,7 +58,7 @@ def test_the_family(name):
 def test_e_spa_follows_the_rows_and_columns_of_any_images(name, images):
     """Without a size being stated: a preset's, one that is changed later, and one from JSON."""
     for config in (preset(name, images=images), ModelConfig.from_json(preset(name).replace(images=images).to_json())):
-        shape, side = kernel_maps.attention_shapes(config)[0], images.grid
+        shape, side = attention_shapes(config)[0], images.grid
         matrix = shape.dense(config.length)
         target = kernels.exponential_grid(shape.step.gamma_out, side, side)
         root = kernels.symmetric_root(target)
@@ -81,7 +72,7 @@ def test_e_spa_follows_the_rows_and_columns_of_any_images(name, images):
 def test_reading_order_is_there_for_those_who_want_it():
     config = preset("vit/mirrored", scheme=ExponentialSPA(0.2, 0.148))
     assert "grid" not in config.to_dict()["scheme"]
-    row = kernel_maps.attention_shapes(config)[0].dense(64)[27]
+    row = attention_shapes(config)[0].dense(64)[27]
     assert row[28] > 10 * row[27 + 8]
 
 

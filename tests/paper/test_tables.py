@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from skipless.cli.reproduce import check_arms, check_scale, curves, tables_named
-from skipless.model.kernel_maps import attention_shapes
+from skipless.model.config import attention_shapes
 from skipless.model.quantise import QUANTISATIONS
 from skipless.paper.claims import Later
 from skipless.paper.experiments import SCALES, PaperTable, Setting, by_depth, by_steps, expected, kind

@@ -13,7 +13,7 @@ import typer
 
 from skipless import __version__
 from skipless.console import check_target, print_table, print_text, say, write_output
-from skipless.data.store import MANIFEST, TokenStore
+from skipless.data.store import MANIFEST, TokenStore, holds_images
 from skipless.data.text import DATASETS, open_corpus
 from skipless.files import DATA_MARK
 from skipless.training.load import LoadedModel, load_image_model, load_model, reads_images
@@ -152,7 +152,7 @@ def command(
 def _images(model: Path, corpus: str | None, device: str | None, precision: Any, json_file: Path | None) -> None:
     """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its run's own."""
     from skipless.data.image_loader import ImageLoader
-    from skipless.data.image_store import ImageStore, holds_images
+    from skipless.data.image_store import ImageStore
     from skipless.training.accuracy import by_class, evaluate_images
     from skipless.training.feeds import check_images
 

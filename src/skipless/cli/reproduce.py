@@ -12,7 +12,7 @@ from rich.console import Console
 
 from skipless import __version__
 from skipless.console import Progress, nearest, print_table, say, write_output
-from skipless.data.image_store import holds_images
+from skipless.data.store import MANIFEST, holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
 from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting
 from skipless.paper.records import LOGS, RUNS, Facts, ImageSet, Record, ResultsFolder, Text
@@ -177,7 +177,6 @@ def find_data(data: str | None, scale: str, only_images: bool = False) -> Facts:
     Without it the smallest scale takes bytes of the Python standard library; the others want to be told, and so do
     tables of images.
     """
-    from skipless.data.store import MANIFEST
     from skipless.paper.recipes import prepared
 
     if data is None and (scale != "tiny" or only_images):

@@ -330,13 +330,10 @@ def named_errors(path: Path) -> Generator[None]:
     """Turn what goes wrong while reading `path` into one line that names it and says what to do."""
     try:
         yield
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise OSError(f"{path} is damaged or cut short ({error}): fetch or pack it again") from error
-    except OSError as error:
-        if error.errno is None:
+    except Exception as error:
+        damaged = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile)
+        if isinstance(error, damaged) or type(error).__name__ == "ZstdError":
+            raise OSError(f"{path} is damaged or cut short ({error}): fetch or pack it again") from error
+        if not isinstance(error, OSError) or error.errno is None:
             raise
         raise OSError(f"{path} cannot be read ({error.strerror}): check the path and its permissions") from error
-    except Exception as error:
-        if type(error).__name__ != "ZstdError":
-            raise
-        raise OSError(f"{path} is damaged or cut short ({error}): fetch or pack it again") from error

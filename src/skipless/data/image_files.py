@@ -26,11 +26,10 @@ from skipless.data.image_store import (
     ImageManifest,
     ImageSplit,
     check_class,
-    check_files,
     read_images,
 )
 from skipless.data.prepare import Folder
-from skipless.data.store import MANIFEST, verify_shards
+from skipless.data.store import MANIFEST, check_size, verify_shards
 from skipless.files import WholeFile, reading, write_whole, writing
 
 SPLITS = {"train": "train", "valid": "valid", "val": "valid", "test": "valid"}
@@ -70,7 +69,8 @@ def prepare_images(
         if folder.complete():
             manifest = read_images(folder.path)
             if all((folder.path / each.file).is_file() for each in manifest.files):
-                check_files(folder.path, manifest.files)
+                for each in manifest.files:
+                    check_size(folder.path / each.file, each.bytes)
                 verify_shards(folder.path, manifest.files, trust=False)
                 progress.say(f"{folder.path} is complete: {len(manifest.files)} files checked, nothing to do")
                 return manifest

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from skipless.data.store import MANIFEST, REMAKE, read_at, verify_shards
+from skipless.data.store import IMAGES, MANIFEST, REMAKE, check_size, holds_images, read_at, verify_shards
 from skipless.files import mapping, read_json, reading
 from skipless.schema import build
 
-FORMAT, KIND = 1, "images"
+FORMAT = 1
 LABEL = np.dtype("<u2")
 MOST_CLASSES = 1 << 16
 _MOST_MEASURED = 2000  # images that the repeat rate is measured on
@@ -89,13 +89,13 @@ class ImageManifest:
 
     def to_json(self) -> str:
         """Sorted and without dates: equal content, equal bytes."""
-        return json.dumps({"format": FORMAT, "kind": KIND, **asdict(self)}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({"format": FORMAT, "kind": IMAGES, **asdict(self)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, values: Any) -> "ImageManifest":
         """The inverse of to_json, of what JSON holds."""
         kind, version = mapping(values).get("kind"), values.get("format")
-        if (kind, version) != (KIND, FORMAT):
+        if (kind, version) != (IMAGES, FORMAT):
             raise ValueError(f"format {version!r} of {kind or 'text'}, and this version reads {FORMAT} of images")
         return build(cls, {name: each for name, each in values.items() if name not in ("format", "kind")}, "a manifest")
 
@@ -104,12 +104,6 @@ def check_class(name: str, where: str) -> None:
     """Refuse a name that could not be shown: not UTF-8, empty, or with line breaks or codes that steer a terminal."""
     if not name or not name.isprintable():  # what is not UTF-8 becomes surrogates, which are not printable
         raise ValueError(f"the class {name!r} of {where!r} has a name that cannot be printed: rename its folder")
-
-
-def holds_images(folder: str | Path) -> bool:
-    """Whether a prepared folder is one of images; one of tokens, or none, is not."""
-    path = Path(folder) / MANIFEST
-    return path.is_file() and read_json(path, lambda values: mapping(values).get("kind") == KIND)
 
 
 def read_images(folder: str | Path) -> ImageManifest:
@@ -135,7 +129,8 @@ class ImageStore:
         if split not in self.manifest.splits:
             raise ValueError(f"{folder} has no images for {split!r}; put some into SOURCE/{split} and prepare it again")
         found = self.manifest.splits[split]
-        check_files(self.folder, [found.pixels, found.labels])
+        for each in (found.pixels, found.labels):
+            check_size(self.folder / each.file, each.bytes)
         verify_shards(self.folder, [found.pixels, found.labels], trust=True)
         labels = self.folder / found.labels.file
         with reading(labels, REMAKE):
@@ -184,15 +179,3 @@ class ImageStore:
             return 0.0
         squares, whole = (rows**2).sum(), (rows.sum(axis=1) ** 2).sum()
         return max(float((whole - squares) / squares / (grid**2 - 1)), 0.0) / 2.0
-
-
-def check_files(folder: Path, files: list[ImageFile]) -> None:
-    """Refuse a file that is missing or not as long as it was when finished."""
-    for each in files:
-        path = folder / each.file
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
-        if (size := path.stat().st_size) != each.bytes:
-            raise ValueError(
-                f"{path} has {size:,} bytes instead of {each.bytes:,}: it is cut short or changed; {REMAKE}"
-            )

@@ -23,6 +23,7 @@ logger = logging.getLogger("skipless")
 MANIFEST = "manifest.json"
 VERIFIED = "verified.json"
 FORMAT = 1
+IMAGES = "images"  # the kind of a prepared folder that is not of tokens
 _MOST_OPEN = 64  # shards, of which a process may not have thousands open
 _MOST_READ = 1 << 26  # tokens at once
 REMAKE = "delete it, and the same `skipless prepare` command makes it anew"
@@ -156,11 +157,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _of_tokens(values: Any, path: Path) -> Manifest:
-    if mapping(values).get("kind") == "images":
+    if mapping(values).get("kind") == IMAGES:
         raise ValueError(
             f"{path} is of images, and tokens are asked for; a network of images is one such as vit/mirrored"
         )
     return Manifest.from_json(values)
+
+
+def holds_images(folder: str | Path) -> bool:
+    """Whether a prepared folder is one of images; one of tokens, or none, is not."""
+    path = Path(folder) / MANIFEST
+    return path.is_file() and read_json(path, lambda values: mapping(values).get("kind") == IMAGES)
 
 
 def fingerprint(folder: str | Path) -> str | None:
@@ -345,13 +352,17 @@ class ShardWriter:
 
 
 def check_sizes(folder: Path, shards: Iterable[Shard], itemsize: int) -> None:
-    """Refuse a shard that is missing or not as long as it was when finished."""
+    """`check_size` of each shard."""
     for shard in shards:
-        path, expected = folder / shard.file, shard.tokens * itemsize
-        if not path.is_file():
-            raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
-        if (size := path.stat().st_size) != expected:
-            raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
+        check_size(folder / shard.file, shard.tokens * itemsize)
+
+
+def check_size(path: Path, expected: int) -> None:
+    """Refuse a file that is missing or not as long as it was when finished."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the same `skipless prepare` command makes it anew")
+    if (size := path.stat().st_size) != expected:
+        raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
 
 
 class Hashed(Protocol):

@@ -119,10 +119,7 @@ class HubPart:
 
     def _rows(self) -> Any:
         repository, configuration, streaming = DATASETS[self.dataset]
-        try:
-            datasets = import_module("datasets")
-        except ImportError as error:
-            raise ValueError(f"{self.dataset} needs Hugging Face datasets: pip install 'skipless[data]'") from error
+        datasets = hub_datasets(self.dataset)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its five retries; the error says all
         return datasets.load_dataset(repository, configuration, split=self.split, streaming=streaming)
 
@@ -132,6 +129,14 @@ class HubPart:
     def fingerprint(self) -> str:
         """By name: the hub's files are taken as published."""
         return hashlib.sha256(repr((DATASETS[self.dataset], self.split)).encode()).hexdigest()
+
+
+def hub_datasets(name: str) -> Any:
+    """Hugging Face datasets, which an extra installs; name: what needs it."""
+    try:
+        return import_module("datasets")
+    except ImportError as error:
+        raise ValueError(f"{name} needs Hugging Face datasets: pip install 'skipless[data]'") from error
 
 
 @contextmanager

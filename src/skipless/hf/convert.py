@@ -14,13 +14,15 @@ from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import SkiplessForCausalLM
 from skipless.hf.tokenizer import FastTokenizer
 from skipless.model import kernel_maps
-from skipless.model.config import ModelConfig, check_names, named_activation
+from skipless.model.config import ModelConfig, attention_shapes
 from skipless.model.presets import REPEAT_RATE
 from skipless.model.transformer import Transformer
+from skipless.schema import check_names
 from skipless.theory.activations import ShapedActivation, base_name
 from skipless.theory.feasibility import check_skip_weight, round_up, smallest_gamma_final
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention, ValueSkipInit
+from skipless.theory.shaping import named_activation
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ALIBI = ("bloom", "mpt")
@@ -190,7 +192,7 @@ def convert(
         mlp_skip=skip,
         **settings,
     )
-    kernel_maps.attention_shapes(config)  # an infeasible scheme is refused here, not when the model is first used
+    attention_shapes(config)  # an infeasible scheme is refused here, not when the model is first used
     return Conversion(
         decoder,
         config,

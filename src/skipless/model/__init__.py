@@ -5,11 +5,11 @@ from skipless import lazy
 __getattr__, __dir__, __all__ = lazy.exports(
     __name__,
     {
-        "config": ["Images", "ModelConfig"],
+        "config": ["Images", "ModelConfig", "attention_shapes"],
         "fold": ["FoldReport", "FoldedTransformer"],
         "generate": ["KVCache", "Sampling", "decode"],
         "presets": ["preset"],
-        "kernel_maps": ["attention_shapes", "certificate"],
+        "kernel_maps": ["certificate"],
         "transformer": ["Transformer"],
     },
 )

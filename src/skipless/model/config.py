@@ -1,4 +1,4 @@
-"""ModelConfig: everything that defines a network, frozen, checked, and plain JSON.
+"""ModelConfig: everything that defines a network, frozen, checked, and plain JSON; and the shapes of its blocks.
 
 Every refusal names the value seen, the rule, and a value that works.
 """
@@ -8,18 +8,26 @@ import json
 import logging
 import math
 import operator
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from skipless.console import nearest
 from skipless.files import parse_json
-from skipless.schema import build, check_own, shortened
-from skipless.theory import shaping
+from skipless.schema import build, check_names, check_own, shortened
 from skipless.theory.activations import ShapedActivation, base_name, odd_factor
-from skipless.theory.propagation import NormPlacement, QueryKeyInit, Skip, ValueOutput
+from skipless.theory.local_maps import variance_gain
+from skipless.theory.propagation import (
+    KernelLayer,
+    MirroredMlp,
+    Mlp,
+    NormPlacement,
+    QueryKeyInit,
+    Skip,
+    ValueOutput,
+    sub_block,
+)
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention
+from skipless.theory.shapes import AttentionShape, ShapeByHead
+from skipless.theory.shaping import default_activation, name_of, named_activation
 
 logger = logging.getLogger("skipless")
 Position = Literal["rope", "relative", "none"]
@@ -248,6 +256,56 @@ class ModelConfig:
         return cls.from_dict(parse_json(text))
 
 
+def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
+    """One AttentionShape per block: the one place where depth meets the scheme."""
+    scheme, mlp = config.scheme, mlp_layer(config)
+    through = mlp.forward if mlp is not None else None
+    context = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
+    shapes = scheme.shapes(config.depth, config.attention_skip.shortcut, config.causal, **context)
+    name, seen = type(scheme).__name__, f"{len(shapes)} shapes"
+    if len(shapes) != config.depth:
+        raise ValueError(f"{name}.shapes gave {seen} for {config.depth} blocks; it must give one for each")
+    for block, shape in enumerate(shapes, start=1):
+        if not isinstance(shape, AttentionShape):
+            raise ValueError(
+                f"{name}.shapes gave a {type(shape).__name__} for block {block}; it must be an AttentionShape: "
+                f"DenseShape(matrix, causal={config.causal}) makes one of a T×T matrix"
+            )
+        if shape.causal != config.causal:
+            raise ValueError(
+                f"{name}.shapes gave block {block} a shape with causal={shape.causal}, and the network has "
+                f"causal={config.causal}; give the shape what `shapes` was given"
+            )
+        if scheme.by_head and not isinstance(shape, ShapeByHead):
+            raise ValueError(
+                f"{name} is by head and its shapes gave block {block} a {type(shape).__name__}; it must be a "
+                f"ShapeByHead of {config.heads} shapes"
+            )
+        if isinstance(shape, ShapeByHead) and shape.heads != config.heads:
+            raise ValueError(
+                f"{name}.shapes gave block {block} {shape.heads} shapes by head, and heads={config.heads}; give one "
+                "for each head"
+            )
+    return shapes
+
+
+def mlp_layer(config: ModelConfig) -> KernelLayer | None:
+    """The MLP sub-block's kernel map, or None in attention-only models."""
+    if not config.hidden:
+        return None
+    mirrored = config.mlp_init == "mirrored"
+    mlp = MirroredMlp() if mirrored else Mlp(config.shaped_activation, mlp_gain(config))
+    return sub_block(mlp, config.mlp_skip, config.norm)
+
+
+def mlp_gain(config: ModelConfig) -> float:
+    """σ of the matrix behind the activation: 1 for DKS and TAT by construction, else what keeps q: 1 → 1. App. H.
+
+    Not for mirrored MLPs, whose two matrices are made together.
+    """
+    return variance_gain(config.shaped_activation)
+
+
 def _solved_activation(config: ModelConfig, given: str | None) -> ShapedActivation:
     """The activation of a name, or the default: of too few blocks for ξ = 5, with the largest ξ that they allow."""
     if not config.hidden:
@@ -256,51 +314,12 @@ def _solved_activation(config: ModelConfig, given: str | None) -> ShapedActivati
         return named_activation(given, config.depth, config.mlp_skip)
     if config.mlp_init == "mirrored":
         return ShapedActivation("gelu")
-    shaped, xi = _default_activation(config.depth, config.mlp_skip)
+    shaped, xi = default_activation(config.depth, config.mlp_skip)
     if xi != 5.0:
         logger.warning(
             "depth=%d is too shallow for dks-gelu with ξ = 5; ξ is %g, the largest it allows", config.depth, xi
         )
     return shaped
-
-
-def _default_activation(depth: int, skip: Skip) -> tuple[ShapedActivation, float]:
-    """DKS-GELU and its ξ: 5, or the largest that so few blocks allow."""
-    weight = _skip_weight(skip)
-    try:
-        return shaping.dks("gelu", depth, 5.0, weight), 5.0
-    except shaping.TooFewLayers as few:
-        return shaping.dks("gelu", depth, few.largest_xi, weight), few.largest_xi
-
-
-_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "leaky_relu", "glu": "silu"}
-
-
-def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
-    """ "dks-gelu", "tat-leaky_relu" and so on: shaped for `depth` nonlinearities; a bare name is left as it is."""
-    method, _, base = name.rpartition("-")
-    if base in _GATED:
-        plain, shaped = _GATED[base], "tat" if method == "tat" else "dks"
-        raise ValueError(
-            f"activation is {name!r}, a gated MLP, and those are not built here: without norms an error in a squared "
-            "norm would about double in every block, and mirrored pairs of them do not start linear "
-            f"(docs/derivations.md); use '{shaped}-{plain}', or {plain!r} with mlp_init='mirrored', at 3/2 of the "
-            "gated hidden width"
-        )
-    if method == "":
-        return ShapedActivation(base)
-    if method not in ("dks", "tat"):
-        raise ValueError(f"activation is {name!r}; the transformation before the dash must be 'dks' or 'tat'")
-    solve = shaping.dks if method == "dks" else shaping.tat
-    try:
-        return solve(base, depth, skip_weight=_skip_weight(skip))
-    except ValueError as error:
-        raise ValueError(f"activation={name!r} over {depth} blocks: {error}") from error
-
-
-def _skip_weight(skip: Skip) -> float:
-    """The weight that DKS and TAT count with: of a normalised skip; other skips are not counted."""
-    return skip.shortcut if 0.0 < skip.shortcut < 1.0 else 0.0
 
 
 def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
@@ -313,24 +332,7 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
     own = config.shaped_activation
     if not config.hidden or own == ShapedActivation(own.base) or not changes.keys() & {"depth", "mlp_skip", "mlp_init"}:
         return None
-    for name in (f"dks-{own.base}", f"tat-{own.base}"):
-        with suppress(ValueError):
-            for_what = (config.depth, config.mlp_skip)
-            solved = _default_activation(*for_what)[0] if name == "dks-gelu" else named_activation(name, *for_what)
-            pairs = zip(dataclasses.astuple(solved), dataclasses.astuple(own), strict=True)
-            if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
-                return name
-    return None
-
-
-def check_names(kind: Any, data: Mapping[str, Any]) -> None:
-    """Refuse names that are no fields of the dataclass, with the nearest one that is."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"a {kind.__name__} is read from a mapping of its fields, not from {type(data).__name__}")
-    known = {f.name for f in fields(kind)}
-    for name in data:
-        if name not in known:
-            raise ValueError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
+    return name_of(own, config.depth, config.mlp_skip)
 
 
 _LEAST = dict.fromkeys(("vocab_size", "width", "depth", "heads", "kv_heads", "length"), 1)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from skipless.console import nearest
-from skipless.model.config import Images, ModelConfig, check_names
+from skipless.model.config import Images, ModelConfig
+from skipless.schema import check_names
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import ExponentialSPA, Scheme, StandardAttention, UniformSPA, ValueSkipInit
 

@@ -7,8 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from skipless.model.config import ModelConfig
-from skipless.model.kernel_maps import attention_shapes, mlp_gain
+from skipless.model.config import ModelConfig, attention_shapes, mlp_gain
 from skipless.model.presets import configuration
 from skipless.nn import init
 from skipless.nn.attention import AttentionOptions, LayerCache, ShapedAttention

@@ -9,8 +9,7 @@ from skipless.nn import init
 from skipless.nn.attention import LayerCache, ShapedAttention
 from skipless.nn.position import Positions
 from skipless.ops.activation import biased_activation, kernel_supports, shaped_activation
-from skipless.ops.linear import has_hooks, project
-from skipless.ops.precision import product_dtype
+from skipless.ops.linear import has_hooks, product_dtype, project
 from skipless.theory.activations import ShapedActivation, odd_factor
 from skipless.theory.propagation import NormPlacement, Skip
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from skipless.ops.precision import product_dtype
+from skipless.ops.linear import product_dtype
 
 # Logits at once: 8192 tokens of a vocabulary of 32,000 are one chunk, half a GB in bfloat16.
 _LOGITS_AT_ONCE = 2**28

@@ -63,6 +63,13 @@ def joint_layers(*layers: nn.Module) -> tuple[nn.Linear, ...]:
     return tuple(joint) if len(joint) > 1 else ()
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Of x times a matrix: x's own, or autocast's where it is on, which leaves float64 alone."""
+    kind = x.device.type
+    lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowered else x.dtype
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module is more than its class's forward: a hook, or a forward of its own."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)

@@ -1,9 +1,8 @@
-"""What products are computed in, and the scale that float16's gradients need."""
+"""The precision that a network runs in, by name, and the scale that float16's gradients need."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -11,13 +10,6 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Where products are computed in `precision`, which is bf16, fp16 or fp32."""
     return torch.autocast(device.type, dtype=HALF[precision]) if precision in HALF else nullcontext()
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Of x times a matrix: x's own, or autocast's where it is on, which leaves float64 alone."""
-    kind = x.device.type
-    lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowered else x.dtype
 
 
 def loss_scale(precision: str, tokens: int) -> float:

@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from skipless.files import digest
 from skipless.model.config import ModelConfig
 from skipless.paper import experiments
 from skipless.paper.experiments import Arm, Measure, PaperTable, Scale, Setting
@@ -126,7 +125,7 @@ def run_key(experiment: Experiment, text: Facts, measure: Measure = "") -> str:
         "text": text.fingerprint,
         "measure": measure,
     }
-    return hashlib.sha256(json.dumps(essentials, sort_keys=True).encode()).hexdigest()[:16]
+    return digest(essentials)[:16]
 
 
 @functools.lru_cache(maxsize=256)

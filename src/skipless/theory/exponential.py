@@ -13,15 +13,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from skipless.schema import check
 from skipless.theory.feasibility import (
     check_decay_rate,
     check_depth,
     check_exponential_skip,
+    check_gamma_final,
     check_skip_weight,
     check_step_skip,
 )
@@ -220,27 +219,6 @@ def decay_rates(gamma_final: float, depth: int) -> np.ndarray:
     kept = np.exp(-tau * level)  # a(γ_l)² = 1 − e^{−2γ_l}
     with np.errstate(divide="ignore"):
         return np.where(kept < 0.5, -0.5 * np.log1p(-kept), -0.5 * np.log(-np.expm1(-tau * level)))
-
-
-def check_gamma_final(gamma_final: float, name: str = "gamma_final") -> None:
-    """γ_L in (0, ∞)."""
-    check_decay_rate(name, gamma_final)
-    if np.isinf(gamma_final):
-        raise ValueError(f"{name} is ∞; attention would then be the identity in every block: use ValueSkipInit")
-
-
-def check_final_rates(gamma_final: Any) -> float | tuple[float, ...]:
-    """γ_L as a number, or as a tuple of one for each head."""
-    if isinstance(gamma_final, str) or not hasattr(gamma_final, "__len__"):
-        rate = check(gamma_final, float, "gamma_final")
-        check_gamma_final(rate)
-        return rate
-    rates = check(gamma_final, tuple[float, ...], "gamma_final")
-    if not rates:
-        raise ValueError("gamma_final is empty; give one decay rate, or one for each head, such as (0.5, 0.05)")
-    for head, rate in enumerate(rates):
-        check_gamma_final(rate, f"gamma_final[{head}]")
-    return rates
 
 
 def _tau(gamma_final: float, depth: int) -> float:

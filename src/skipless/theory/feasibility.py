@@ -5,6 +5,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from skipless.schema import check
+
 Grid = Literal["square"] | tuple[int, int]  # as many rows as columns, whatever their number; or both, in this order
 
 
@@ -59,6 +61,27 @@ def check_decay_rate(name: str, gamma: float) -> None:
         raise ValueError(
             f"{name} is {gamma}; a decay rate must be positive (0 is rank collapse; the paper's final rate is 0.005)"
         )
+
+
+def check_gamma_final(gamma_final: float, name: str = "gamma_final") -> None:
+    """γ_L in (0, ∞)."""
+    check_decay_rate(name, gamma_final)
+    if math.isinf(gamma_final):
+        raise ValueError(f"{name} is ∞; attention would then be the identity in every block: use ValueSkipInit")
+
+
+def check_final_rates(gamma_final: Any) -> float | tuple[float, ...]:
+    """γ_L as a number, or as a tuple of one for each head."""
+    if isinstance(gamma_final, str) or not hasattr(gamma_final, "__len__"):
+        rate = check(gamma_final, float, "gamma_final")
+        check_gamma_final(rate)
+        return rate
+    rates = check(gamma_final, tuple[float, ...], "gamma_final")
+    if not rates:
+        raise ValueError("gamma_final is empty; give one decay rate, or one for each head, such as (0.5, 0.05)")
+    for head, rate in enumerate(rates):
+        check_gamma_final(rate, f"gamma_final[{head}]")
+    return rates
 
 
 def check_correlation(name: str, rho: float) -> None:

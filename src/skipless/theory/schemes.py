@@ -19,7 +19,7 @@ import scipy
 from skipless import lazy
 from skipless.schema import build, check_own, check_plain
 from skipless.theory import exponential, kernels, uniform
-from skipless.theory.exponential import check_final_rates, exponential_steps
+from skipless.theory.exponential import exponential_steps
 from skipless.theory.feasibility import (
     Grid,
     check_blocks,
@@ -28,6 +28,7 @@ from skipless.theory.feasibility import (
     check_decay_rates,
     check_depth,
     check_end,
+    check_final_rates,
     check_grid,
     check_repeat_rate,
     grid_sides,

@@ -15,7 +15,8 @@ itself meets it. The two agree without skips.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import astuple, replace
 
 import numpy as np
 import scipy
@@ -23,6 +24,7 @@ import scipy
 from skipless.theory import local_maps
 from skipless.theory.activations import ShapedActivation, base_name
 from skipless.theory.feasibility import round_down
+from skipless.theory.propagation import Skip
 
 _WEAK_SCALE = 1e-2  # an α at which φ(αx + β) is as good as its third-order Taylor polynomial
 _WEAK_STRENGTH = 1e-3
@@ -125,6 +127,56 @@ def tat_leaky_relu(depth: int, eta: float = 0.9, skip_weight: float = 0.0) -> Sh
     if not 0 < eta <= largest:
         raise _eta_out_of_reach("leaky_relu", eta, depth, largest, skip_weight)
     return leaky(scipy.optimize.brentq(surplus, 0.0, 1.0, xtol=1e-15))
+
+
+def default_activation(depth: int, skip: Skip) -> tuple[ShapedActivation, float]:
+    """DKS-GELU and its ξ: 5, or the largest that so few blocks allow."""
+    weight = _skip_weight(skip)
+    try:
+        return dks("gelu", depth, 5.0, weight), 5.0
+    except TooFewLayers as few:
+        return dks("gelu", depth, few.largest_xi, weight), few.largest_xi
+
+
+_GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "leaky_relu", "glu": "silu"}
+
+
+def named_activation(name: str, depth: int, skip: Skip) -> ShapedActivation:
+    """ "dks-gelu", "tat-leaky_relu" and so on: shaped for `depth` nonlinearities; a bare name is left as it is."""
+    method, _, base = name.rpartition("-")
+    if base in _GATED:
+        plain, shaped = _GATED[base], "tat" if method == "tat" else "dks"
+        raise ValueError(
+            f"activation is {name!r}, a gated MLP, and those are not built here: without norms an error in a squared "
+            "norm would about double in every block, and mirrored pairs of them do not start linear "
+            f"(docs/derivations.md); use '{shaped}-{plain}', or {plain!r} with mlp_init='mirrored', at 3/2 of the "
+            "gated hidden width"
+        )
+    if method == "":
+        return ShapedActivation(base)
+    if method not in ("dks", "tat"):
+        raise ValueError(f"activation is {name!r}; the transformation before the dash must be 'dks' or 'tat'")
+    solve = dks if method == "dks" else tat
+    try:
+        return solve(base, depth, skip_weight=_skip_weight(skip))
+    except ValueError as error:
+        raise ValueError(f"activation={name!r} over {depth} blocks: {error}") from error
+
+
+def name_of(shaped: ShapedActivation, depth: int, skip: Skip) -> str | None:
+    """The name that is solved to these constants for so many blocks, or None."""
+    for name in (f"dks-{shaped.base}", f"tat-{shaped.base}"):
+        with suppress(ValueError):
+            solved = default_activation(depth, skip)[0] if name == "dks-gelu" else named_activation(name, depth, skip)
+            pairs = zip(astuple(solved), astuple(shaped), strict=True)
+            if all(a == b or math.isclose(a, b, rel_tol=1e-6) for a, b in pairs):
+                return name
+    return None
+
+
+def _skip_weight(skip: Skip) -> float:
+    """The weight that DKS and TAT count with: of a normalised skip; other skips are not counted."""
+    return skip.shortcut if 0.0 < skip.shortcut < 1.0 else 0.0
 
 
 def local_slope(depth: int, xi: float, skip_weight: float = 0.0) -> float:

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from skipless.files import (
+    digest,
     mapping,
     part_of,
     read_json,
@@ -95,7 +96,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Put state.json into `folder`, hashed too."""
         values = asdict(self)
-        write_json(folder / STATE, {"sha256": _digest(values), **values}, indent=1)
+        write_json(folder / STATE, {"sha256": digest(values), **values}, indent=1)
 
 
 def save_checkpoint(
@@ -265,7 +266,7 @@ def _read(path: Path) -> Manifest:
         values = read_json(path, mapping, what="is cut short or changed")
         with reading(path, what="is cut short or changed"):
             sha256, version = values.pop("sha256"), values["format"]
-            whole = sha256 == _digest(values)
+            whole = sha256 == digest(values)
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing") from error
     except (OSError, ValueError) as error:
@@ -279,10 +280,6 @@ def _read(path: Path) -> Manifest:
             return build(Manifest, values, "the state of a checkpoint")
     except ValueError as error:
         raise DamagedError(str(error)) from error
-
-
-def _digest(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _flushed(path: Path) -> tuple[int, str]:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.nn.parallel import DistributedDataParallel
 
 from skipless.data.loader import Batch, TokenLoader
 from skipless.data.text import held_out, open_corpus, share_held_out
@@ -22,6 +21,7 @@ from skipless.model.config import ModelConfig
 from skipless.ops.layout import Layout
 from skipless.ops.precision import autocast
 from skipless.training.config import Precision
+from skipless.training.distributed import plain
 
 LOGITS_AT_ONCE = 1 << 25  # entries: 128 MB in float32, about 1000 locations of a vocabulary of 32,000
 BATCH_TOKENS = 16_384  # rows × length of a batch
@@ -400,7 +400,7 @@ def scoring(
 
     device None is where the model is; another one moves it there. precision None is bf16 on a GPU and fp32 elsewhere.
     """
-    inner, config = unwrapped(model), config_of(model)
+    inner, config = plain(model), config_of(model)
     if config.head != "lm" or not config.causal:
         raise ValueError(
             f"the model has head={config.head!r} and causal={config.causal}; only a causal language model (head='lm') "
@@ -433,11 +433,6 @@ def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
         )
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP, or itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def config_of(model: nn.Module) -> ModelConfig:
     """The model's configuration."""
-    return cast(LanguageModel, unwrapped(model)).config
+    return plain(model).config

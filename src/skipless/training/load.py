@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipless.console import near_names
-from skipless.data.image_store import holds_images, read_images
-from skipless.data.store import MANIFEST, folder_tokenizer, read_manifest
+from skipless.data.image_store import read_images
+from skipless.data.store import MANIFEST, folder_tokenizer, holds_images, read_manifest
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, Tokenizer, load_tokenizer
 from skipless.files import HASHES, check_hashes, mapping, read_json, reading
 from skipless.inspection.load import open_pretrained, pretrained_tokenizer

@@ -32,8 +32,8 @@ import numpy as np
 
 import skipless
 from skipless.console import Progress
-from skipless.data.image_store import holds_images, read_images
-from skipless.data.store import fingerprint, folder_tokenizer, read_manifest
+from skipless.data.image_store import read_images
+from skipless.data.store import fingerprint, folder_tokenizer, holds_images, read_manifest
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import (
     FolderLock,

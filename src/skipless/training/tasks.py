@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from skipless.data.formats import COMPRESSIONS, opened
+from skipless.data.text import hub_datasets
 from skipless.data.tokenizer import Tokenizer
 from skipless.files import parse_json, reading
 from skipless.model.transformer import Transformer
@@ -191,11 +192,7 @@ def hub_records(name: str, download: bool) -> Iterator[dict[str, Any]]:
             f"{name} is on the Hugging Face hub as {repository}, and no network is used unless asked for: give the "
             "folder of local files with --tasks-folder, or add --download"
         )
-    try:
-        datasets = import_module("datasets")
-    except ImportError as error:
-        raise ValueError(f"{name} needs Hugging Face datasets: pip install 'skipless[data]'") from error
-    yield from datasets.load_dataset(repository, configuration, split="validation")
+    yield from hub_datasets(name).load_dataset(repository, configuration, split="validation")
 
 
 def questions(
