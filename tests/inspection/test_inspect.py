@@ -237,9 +237,14 @@ def test_norms_that_drift_because_inputs_differ_are_said_to():
     found = inspect(model, torch.cat([plain, noise]))
     assert found.verdict.kind == "drift"
     assert "Squared norms differ as they enter" in found.advice
+    assert "as those of bright and plain images do" in found.advice
     assert "SPA keeps the mean over inputs, not each" in found.advice
     for words in ("wider", "calibration"):
         assert words not in found.advice
+    model, ids = network("e-spa", depth=6), tokens()
+    with torch.no_grad():
+        model.embedding.weight[::2] *= 3.0
+        assert "as those of trained embeddings of tokens do" in inspect(model, ids).advice
     model, ids = network("e-spa", depth=6), tokens()
     model.blocks[3].register_forward_hook(lambda module, args, out: 2.5 * out)
     advice = inspect(model, ids).advice

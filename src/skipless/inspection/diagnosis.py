@@ -205,7 +205,9 @@ def _against_drift(signals: Sequence[BlockSignal], structure: Structure) -> str:
     words = "Nothing is lost, and a wider network drifts less."
     if start.norm_max > _UNLIKE * start.norm_min:
         words = f"Nothing is lost. Squared norms differ as they enter, {start.norm_min:.2g} … {start.norm_max:.2g}"
-        words += ", as those of bright and plain images do"
+        if config is not None:
+            known = "bright and plain images" if config.images is not None else "trained embeddings of tokens"
+            words += f", as those of {known} do"
         words += "; SPA keeps the mean over inputs, not each." if preserving else "."
     if config is None or not preserving:
         return words
