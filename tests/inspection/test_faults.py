@@ -187,6 +187,25 @@ def test_a_single_block_is_read_against_itself(part, factor, words):
     assert words in inspect(case.model, case.batch).verdict.text
 
 
+def test_later_blocks_with_the_same_odd_parameter_are_named_too():
+    case = build("gpt2")
+    for at in (2, 3, 5):
+        torch.nn.init.constant_(case.model.transformer.h[at].mlp.c_fc.bias, -1e3)
+    text = inspect(case.model, case.batch).verdict.text
+    assert text.startswith(
+        "mlp.c_fc.bias of block 3 (transformer.h.2) is larger than those of the other blocks: 1e+03."
+    )
+    assert "It is odd in blocks 4, 6 too. Where it is negative, an activation behind it is never on." in text
+
+
+def test_a_missing_shortcut_is_no_collapse_where_locations_are_told_apart():
+    case = build("hand")
+    case.model.blocks[2].register_forward_hook(lambda module, args, out: out - args[0])
+    found = inspect(case.model, case.batch)
+    assert (found.verdict.kind, found.verdict.block) == ("fault", 3)
+    assert found.blocks[3].cosine_mean < 0.9
+
+
 @pytest.mark.parametrize("bound", [torch.tanh, lambda x: x.clamp(-1.0, 1.0)])
 def test_a_stream_that_is_cut_off_is_told_from_one_that_is_small(bound):
     case = build("hand")

@@ -32,7 +32,7 @@ def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
         f"{kept[each.block]:.2f}, the others {median(others):.2f}."
     )
     look = f"Look for the shortcut of {each.name}: a sum that is missing or misplaced, or locations in another order."
-    return blame(each, "collapse", text, look)
+    return blame(each, "fault", text, look)
 
 
 def cut_shortcut(evidence: Evidence) -> Fault | None:

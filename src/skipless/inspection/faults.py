@@ -142,10 +142,20 @@ def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
         group = evidence.weights[each.block - 1][label].group
         follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
-        text = f"{label} of block {each.block} ({each.name}) {why}.{follows}"
+        if label.endswith("bias") and why.startswith("is larger"):
+            follows = " Where it is negative, an activation behind it is never on."
+        also = "" if "as in" in why else _also(evidence, each, label)
+        text = f"{label} of block {each.block} ({each.name}) {why}.{also}{follows}"
         look = f"Look at {each.name}.{label}: its initialisation, a mask, a weight that was not loaded or scaled twice."
         return blame(each, kind, text, look)
     return None
+
+
+def _also(evidence: Evidence, each: BlockSignal, label: str) -> str:
+    """A sentence on the later blocks whose parameter of this name is odd."""
+    later = range(each.block + 1, evidence.depth + 1)
+    odd = [b for b in later if any(name == label for name, _ in odd_parameters(evidence.weights, evidence.cousins, b))]
+    return f" It is odd in block{'s' * (len(odd) > 1)} {listed([str(b) for b in odd])} too." if odd else ""
 
 
 _FOLLOWS = {
