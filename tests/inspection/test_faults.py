@@ -298,3 +298,4 @@ def test_the_fixture_fails_in_words(assert_signal_preserved):  # noqa: F811
         assert_signal_preserved(model, torch.randn(2, 8, 16))
     assert "Look at layers.2.linear2.weight" in failure.value.msg
     assert not failure.value.pytrace
+    assert failure.value.__context__ is None
