@@ -407,11 +407,15 @@ def test_the_stacks_of_one_network_have_one_headline():
             "fc1.bias of block 2 (h.1) is larger: 1e+03. It is odd in block 3 too.",
             "fc1.bias of block 2 (h.1) is larger.",
         ),
-        ("Gradients are not finite. Block 2 is the first.", "Block 2 is at fault."),
+        ("No gradient passes block 2 (h.1): what it gives is detached.", "No gradient passes block 2 (h.1)."),
+        ("Rank collapse at block 2 (h.1): the mean cosine is 0.9995.", "The signal is lost (vanishing at block 2)."),
+        ("fc1.bias of block 2 (h.1) holds it. So it is.", "fc1.bias of block 2 (h.1) holds it."),
+        ("fc1.bias of block 2", "fc1.bias of block 2."),
+        ("Something of block 3 is odd.", "Block 2 is at fault."),
     ],
 )
 def test_the_headline_names_the_fault_of_a_block(text, headline):
-    page = render([measured(verdict=Verdict("fault", 2, text))])
+    page = render([measured(verdict=Verdict("vanishing", 2, text))])
     assert f"{headline}</p>" in page.partition('<p class="headline">')[2].partition("<p class")[0]
 
 

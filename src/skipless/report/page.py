@@ -159,8 +159,10 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
 
 def _of_a_block(verdict: Verdict) -> bool:
     """Whether something in one block is wrong, be the signal lost by it or not."""
-    named = verdict.text.startswith("Block ") or " of block " in verdict.text
-    return verdict.kind in ("leak", "fault") or named
+    named = (
+        verdict.text.startswith("Block ") or " of block " in verdict.text or f"lock {verdict.block} (" in verdict.text
+    )
+    return verdict.kind in ("leak", "fault") or (named and not verdict.text.startswith(("Rank collapse", "Norms ")))
 
 
 def _stacks(inspections: Sequence[Inspection]) -> bool:
