@@ -56,6 +56,7 @@ _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()
 _OWN = {  # what fits none else: latent attention has as many keys as queries, and stages halve an image
     "deepseek_v2": {"num_key_value_heads": 4, "n_shared_experts": 1, "q_lora_rank": 16, "kv_lora_rank": 16},
     "deepseek_v3": {"num_key_value_heads": 4, "n_shared_experts": 1, "q_lora_rank": 16, "kv_lora_rank": 16},
+    "pvt": {"image_size": 64},  # of 32 its first stages have one key, and so no gradient for queries
     "pvt_v2": {"image_size": (64, 64)},
     "swin": {"image_size": 64, "patch_size": 2, "window_size": 4},
     "swinv2": {"image_size": 64, "patch_size": 2, "window_size": 4},

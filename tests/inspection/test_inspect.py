@@ -1,6 +1,7 @@
 """An inspection tells the truth: which networks lose their signal, where, and which block is at fault."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -180,6 +181,14 @@ def test_a_compiled_model_is_run_eagerly():
     for each in (compiled, blocks):
         assert each.blocks[3].cosine_mean == plain.blocks[3].cosine_mean
         assert each.blocks[3].attention_entropy == plain.blocks[3].attention_entropy
+
+
+def test_the_compiler_is_not_loaded_where_nothing_is_compiled(monkeypatch):
+    """It would take 100 MB and seconds."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: pytest.fail(f"{stance} loads it"))
+    assert inspect(network("pre-ln", depth=3), tokens()).healthy
+    assert "torch._dynamo" not in sys.modules
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

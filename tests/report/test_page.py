@@ -399,10 +399,38 @@ def test_the_stacks_of_one_network_have_one_headline():
     assert '<tr class="lost"><th scope="row">✖ block 3' in odd
 
 
+@pytest.mark.parametrize(
+    ("text", "headline"),
+    [
+        ("Block 2 (h.1) does not carry its input on: it keeps 0.00, the others 1.00.", "does not carry its input on."),
+        (
+            "fc1.bias of block 2 (h.1) is larger: 1e+03. It is odd in block 3 too.",
+            "fc1.bias of block 2 (h.1) is larger.",
+        ),
+        ("No gradient passes block 2 (h.1): what it gives is detached.", "No gradient passes block 2 (h.1)."),
+        ("Rank collapse at block 2 (h.1): the mean cosine is 0.9995.", "The signal is lost (vanishing at block 2)."),
+        ("fc1.bias of block 2 (h.1) holds it. So it is.", "fc1.bias of block 2 (h.1) holds it."),
+        ("fc1.bias of block 2", "fc1.bias of block 2."),
+        ("Something of block 3 is odd.", "Block 2 is at fault."),
+    ],
+)
+def test_the_headline_names_the_fault_of_a_block(text, headline):
+    page = render([measured(verdict=Verdict("vanishing", 2, text))])
+    assert f"{headline}</p>" in page.partition('<p class="headline">')[2].partition("<p class")[0]
+
+
+def test_numbers_of_the_stack_at_fault_are_open():
+    decoder = measured("T5, decoder.block")
+    encoder = measured("T5, encoder.block", verdict=Verdict("fault", 2, "x"), others=(decoder,))
+    assert "<details open><summary>T5, encoder.block" in render([encoder, decoder])
+    assert render([encoder, decoder]).count("<details open>") == 1
+    assert "<details open>" not in render([measured("T5, encoder.block", others=(decoder,)), decoder])
+
+
 def test_a_headline_says_no_more_than_its_verdict():
     """A weight that is zero takes no signal away where a shortcut passes it, and notes are not to be overlooked."""
     dead = render([measured(verdict=Verdict("vanishing", 2, "fc2.weight of block 2 (h.1) is zero."))])
-    assert "Block 2 is at fault." in dead
+    assert '<p class="headline">fc2.weight of block 2 (h.1) is zero.</p>' in dead
     assert "The signal is lost" not in dead
     doubted = render([measured(notes=("Block 3 (h.2) is frozen.", "h, 3 blocks, was inspected too: preserved."))])
     assert "The signal reaches the end, but read the note below." in doubted

@@ -15,6 +15,7 @@ _GAINS = (0.6, 1.5)  # of a plain shortcut, as doubling the input shows it: 1 bu
 _UNIFORM = 1e-13
 _SATURATED = 0.03  # spread of attention that chooses one key
 _STILL_APART = 0.8  # mean cosine of locations that attention can choose between
+_MADE_UP = 0.1  # how near the product of two blocks' factors comes to 1 where the second takes the first one's back
 _CHOOSING = 0.12  # spread below which attention of all blocks together is called saturated
 
 
@@ -31,7 +32,7 @@ def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
         f"{kept[each.block]:.2f}, the others {median(others):.2f}."
     )
     look = f"Look for the shortcut of {each.name}: a sum that is missing or misplaced, or locations in another order."
-    return blame(each, "collapse", text, look)
+    return blame(each, "fault", text, look)
 
 
 def cut_shortcut(evidence: Evidence) -> Fault | None:
@@ -91,6 +92,8 @@ def other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     ratio = factors[each.block] / usual
     if not ratio > 1.5 + 4 * varies and not 0.25 < ratio < 0.8 - 4 * varies:
         return None
+    if each.block == 2 and abs(factors.get(1, 0.0) / usual * ratio - 1.0) < _MADE_UP:
+        each = evidence.signals[1]  # whose factor the second block's norm takes back
     text = (
         f"Block {each.block} ({each.name}) passes on what it reads with a factor of {factors[each.block]:.2g}, the "
         f"other blocks with {usual:.2g}."

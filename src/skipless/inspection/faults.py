@@ -142,10 +142,20 @@ def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
         group = evidence.weights[each.block - 1][label].group
         follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
-        text = f"{label} of block {each.block} ({each.name}) {why}.{follows}"
+        if label.endswith("bias") and why.startswith("is larger"):
+            follows = " Where it is negative, an activation behind it is never on."
+        also = "" if "as in" in why else _also(evidence, each, label)
+        text = f"{label} of block {each.block} ({each.name}) {why}.{also}{follows}"
         look = f"Look at {each.name}.{label}: its initialisation, a mask, a weight that was not loaded or scaled twice."
         return blame(each, kind, text, look)
     return None
+
+
+def _also(evidence: Evidence, each: BlockSignal, label: str) -> str:
+    """A sentence on the later blocks whose parameter of this name is odd."""
+    later = range(each.block + 1, evidence.depth + 1)
+    odd = [b for b in later if any(name == label for name, _ in odd_parameters(evidence.weights, evidence.cousins, b))]
+    return f" It is odd in block{'s' * (len(odd) > 1)} {listed([str(b) for b in odd])} too." if odd else ""
 
 
 _FOLLOWS = {
@@ -191,20 +201,23 @@ def _idle_norm(evidence: Evidence, each: BlockSignal) -> Fault | None:
         "one location is made larger than another, so is what the norm gives, or others change with it."
     )
     look = (
-        f"Look at the axis over which {idle[0]} of {each.name} takes its mean (of channels, not of locations), at its "
-        "epsilon, and at whether it does anything at all."
+        f"Look at the axis over which {idle[0]} of {each.name} takes its mean (of channels, not of locations or rows), "
+        "at its epsilon, and at whether it does anything at all."
     )
     return blame(each, "fault", text, look)
 
 
 def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """A block whose output nothing reads, though the blocks behind it run and get a gradient."""
-    behind = [s.gradient_mean for s in evidence.signals[each.block + 1 :]]
-    if each.gradient_mean is not None or not each.attached or not any(behind):
+    """A block whose output nothing reads: the next one that gets a gradient hands it to what came before both.
+
+    Where a block behind cuts the graph, that one hands nothing back, and is the one at fault.
+    """
+    behind = next((s for s in evidence.signals[each.block + 1 :] if s.gradient_mean is not None), None)
+    if each.gradient_mean is not None or not each.attached or behind is None or not behind.gradient_back:
         return None
     text = (
-        f"What block {each.block} ({each.name}) gives is not read: no gradient comes back to it, though one reaches "
-        "the blocks behind it."
+        f"What block {each.block} ({each.name}) gives is not read: no gradient comes back to it, though block "
+        f"{behind.block} hands one back."
     )
     look = f"Look at the loop over blocks for {each.name}(x) without x = before it, and for an input that is kept."
     return blame(each, "fault", text, look)

@@ -5,9 +5,10 @@ read before both are over, so that a GPU is never waited for.
 """
 
 import math
+import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, cast
@@ -443,7 +444,8 @@ def undisturbed(model: nn.Module) -> Generator[None]:
 def uncompiled(model: nn.Module) -> Generator[None]:
     """In here no module's call is compiled. Where attention is this library's, its kernels still are.
 
-    Elsewhere torch.compile is off altogether, since a compiled function may call blocks from anywhere.
+    Elsewhere torch.compile is off altogether, since a compiled function may call blocks from anywhere. Where nothing
+    has loaded the compiler, nothing is compiled, and it is not loaded for this: that takes 100 MB and seconds.
     """
     compiled: list[Any] = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
     calls = [module._compiled_call_impl for module in compiled]
@@ -451,8 +453,9 @@ def uncompiled(model: nn.Module) -> Generator[None]:
     ours = any(isinstance(module, ShapedAttention) for module in model.modules())
     for module in compiled:
         module._compiled_call_impl = None
+    stance = "default" if ours and not wrapped else "force_eager"
     try:
-        with torch.compiler.set_stance("default" if ours and not wrapped else "force_eager"):
+        with torch.compiler.set_stance(stance) if "torch._dynamo" in sys.modules else nullcontext():
             yield
     finally:
         for module, call in zip(compiled, calls, strict=True):

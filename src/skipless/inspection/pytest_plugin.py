@@ -22,6 +22,7 @@ def assert_signal_preserved() -> Callable[..., Inspection]:
         try:
             return check(*args, **options)
         except AssertionError as error:
-            pytest.fail(str(error), pytrace=False)
+            said = str(error)
+        pytest.fail(said, pytrace=False)  # out here, or pytest prints it twice: as the cause too
 
     return checked

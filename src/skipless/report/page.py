@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def render(
         class_tables="\n".join(_result_table(table) for table in classes),
         results="" if results else "hidden",
         result_tables="\n".join(_result_table(table) for table in results),
-        tables="\n".join(_table(inspection, len(inspections) == 1) for inspection in inspections),
+        tables="\n".join(_table(inspection, opened=inspection in _opened(inspections)) for inspection in inspections),
         data=page_data(inspections, curves),
         script=script,
     )
@@ -143,7 +144,8 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
         stack = f" of {inspection.model.partition(', ')[2]}" if len(inspections) > 1 else ""
         verdict = inspection.verdict
         if lost and _of_a_block(verdict):
-            return f"Block {verdict.block}{stack} is at fault."
+            said = re.split(r"[:.] |\.$", verdict.text, maxsplit=1)[0]
+            return f"{said}." if f"lock {verdict.block}" in said else f"Block {verdict.block}{stack} is at fault."
         where = "" if verdict.block is None else f" ({verdict.words}{stack})"
         doubts = (
             "" if lost or not inspection.doubts else f", but read the note{'s' * (len(inspection.doubts) > 1)} below"
@@ -157,8 +159,10 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
 
 def _of_a_block(verdict: Verdict) -> bool:
     """Whether something in one block is wrong, be the signal lost by it or not."""
-    named = verdict.text.startswith("Block ") or " of block " in verdict.text
-    return verdict.kind in ("leak", "fault") or named
+    named = (
+        verdict.text.startswith("Block ") or " of block " in verdict.text or f"lock {verdict.block} (" in verdict.text
+    )
+    return verdict.kind in ("leak", "fault") or (named and not verdict.text.startswith(("Rank collapse", "Norms ")))
 
 
 def _stacks(inspections: Sequence[Inspection]) -> bool:
@@ -184,6 +188,12 @@ def _card(index: int, inspection: Inspection) -> str:
         f'<svg class="key" data-key="{index}" width="28" height="10" aria-hidden="true"></svg> show below'
         "</label></article>"
     )
+
+
+def _opened(inspections: Sequence[Inspection]) -> Sequence[Inspection]:
+    """Whose numbers are open: the only network's, or those of the stack at fault."""
+    alone = len(inspections) == 1 or (_stacks(inspections) and inspections[0].verdict.lost)
+    return inspections[:1] if alone else ()
 
 
 def _table(inspection: Inspection, opened: bool) -> str:
