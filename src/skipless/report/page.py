@@ -145,7 +145,8 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
         verdict = inspection.verdict
         if lost and _of_a_block(verdict):
             said = re.split(r"[:.] |\.$", verdict.text, maxsplit=1)[0]
-            return f"{said}." if f"lock {verdict.block}" in said else f"Block {verdict.block}{stack} is at fault."
+            named = re.search(rf"\b[Bb]lock {verdict.block}\b", said)
+            return f"{said}." if named else f"Block {verdict.block}{stack} is at fault."
         where = "" if verdict.block is None else f" ({verdict.words}{stack})"
         doubts = (
             "" if lost or not inspection.doubts else f", but read the note{'s' * (len(inspection.doubts) > 1)} below"
@@ -159,10 +160,10 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
 
 def _of_a_block(verdict: Verdict) -> bool:
     """Whether something in one block is wrong, be the signal lost by it or not."""
-    named = (
-        verdict.text.startswith("Block ") or " of block " in verdict.text or f"lock {verdict.block} (" in verdict.text
-    )
-    return verdict.kind in ("leak", "fault") or (named and not verdict.text.startswith(("Rank collapse", "Norms ")))
+    text = verdict.text
+    named = re.search(rf"^Block | of block |\b[Bb]lock {verdict.block} \(", text) is not None
+    spread = text.startswith(("Rank collapse", "Norms "))  # over many blocks, of which one is named
+    return verdict.kind in ("leak", "fault") or (named and not spread)
 
 
 def _stacks(inspections: Sequence[Inspection]) -> bool:
