@@ -85,8 +85,8 @@ def test_the_readme_counts_all_claims():
     held, failed = claims("small", "medium")
     held += kernels.count("| pass |")
     here, not_here = claims("cpu")
-    told = f"| {held} of {held + failed} hold | {failed} do not, and stay in the tables. On a CPU {here} of "
-    assert f"{told}{here + not_here} hold |" in (ROOT / "README.md").read_text()
+    told = f"{held} of {held + failed} hold, and {here} of {here + not_here} on a CPU"
+    assert told in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_the_readme_names_the_rows_of_its_claims_on_mirrored_networks():
@@ -103,18 +103,13 @@ def test_the_readme_names_the_rows_of_its_claims_on_mirrored_networks():
 
 
 def test_the_readme_has_the_losses_of_longer_runs():
-    """Row by row of the two tables, to two digits."""
-    readme, ends = (ROOT / "README.md").read_text(), {}
-    for name in ("mirrored-long-medium", "mirrored-longer-small", "mirrored-readers-small"):
-        data = json.loads((ROOT / "results" / f"{name}.json").read_text())
-        longer = (row for row in data["tables"]["train_loss"] if row["multiple"] > 1.0 and row["ours"])
-        ends |= {(row["arm"], row["multiple"]): f"{row['ours']:.2f}" for row in longer}
-    assert f"ends at {ends['mirrored-readers/muon', 8.0]} nats after 16,000 steps" in readme
-    assert f"mirrored with readers and Muon ends at {ends['mirrored-readers/muon', 8.0]} nats" in readme
-    assert f"mirrored with gains and Muon ends at {ends['mirrored-gain/muon', 8.0]} with" in readme
-    assert f"Pre-LN with Adam ends at {ends['pre-ln/adam', 8.0]}, with" in readme
-    assert f"it is {ends['pre-ln/muon', 3.0]} against {ends['mirrored-readers/muon', 3.0]} with readers" in readme
-    assert f"it is {ends['pre-ln/adam', 3.0]} against {ends['mirrored-identity/adam', 3.0]} |" in readme
+    data = json.loads((ROOT / "results" / "mirrored-long-medium.json").read_text())
+    ends = {row["arm"]: f"{row['ours']:.2f}" for row in data["tables"]["train_loss"] if row["multiple"] == 8.0}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    readers, pre_ln = ends["mirrored-readers/muon"], ends["pre-ln/adam"]
+    assert f"trained by Muon, ends at {readers} nats after 16,000 steps" in readme
+    assert f"trained by Adam, ends at {pre_ln} (" in readme
+    assert f"and Muon {readers}, Pre-LN and Adam {pre_ln} |" in readme
 
 
 def test_the_readme_has_the_losses_of_the_demo():
