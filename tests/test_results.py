@@ -13,7 +13,7 @@ from skipless.paper.runs import make_run
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "reproducing.md").read_text()
+PAGE = (ROOT / "docs" / "results.md").read_text()
 FOLDERS = {scale: ResultsFolder(ROOT / "results", scale) for scale in SCALES}
 DONE = [  # tables that have been run, and the scale
     (file.name.removesuffix(f"-{scale}.json"), scale)
