@@ -1,5 +1,6 @@
 """What rounding does to a signal by depth, against the same network run twice by hand."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,8 +13,8 @@ from skipless.model.transformer import Transformer
 TOKENS = torch.randint(300, (2, 48), generator=torch.Generator().manual_seed(0))
 
 
-def network(name: str, depth: int = 24) -> Transformer:
-    torch.manual_seed(0)
+def network(name: str, depth: int = 24, seed: int = 0) -> Transformer:
+    torch.manual_seed(seed)
     return Transformer(preset(f"wikitext103/{name}", width=64, heads=2, depth=depth, vocab_size=300, length=48))
 
 
@@ -30,7 +31,11 @@ def test_the_last_number_is_that_of_the_hidden_state():
 
 
 def test_without_skips_it_grows_with_depth_and_skips_hold_it_down():
-    e_spa, pre_ln = (rounding(network(name), TOKENS) for name in ("e-spa", "pre-ln"))
+    """In the mean over networks: without skips one draw's error is up to three times another's."""
+    draws = range(4)
+    e_spa, pre_ln = (
+        np.mean([rounding(network(name, seed=s), TOKENS) for s in draws], 0) for name in ("e-spa", "pre-ln")
+    )
     assert e_spa[-1] > 2 * e_spa[3] > 0
     assert e_spa[-1] > 3 * pre_ln[-1]
 
