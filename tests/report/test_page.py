@@ -228,6 +228,20 @@ def test_the_page_draws_itself_under_its_own_policy(tmp_path: Path) -> None:
 
 
 @browser
+def test_blocks_behind_the_last_kernel_can_be_looked_at(tmp_path: Path) -> None:
+    seen = measured()
+    seen.kernels[3:] = np.nan
+    verdict = Verdict("explosion", 3, "Activations are not finite at block 3.")
+    path = tmp_path / "page.html"
+    path.write_text(render([measured(kernels=seen.kernels, verdict=verdict)]), encoding="utf-8")
+    dom = opened(path, "#block=3")
+    assert "e-spa has no kernel from block 3 on: what blocks give there is zero or not finite" in dom
+    assert "Not every block" not in dom.partition('id="kernel-note"')[2].partition("</p>")[0]
+    assert ">after block 3</output>" in dom
+    assert dom.count('data-block="2"') == 1
+
+
+@browser
 def test_slider_play_and_boxes_in_a_browser(tmp_path: Path) -> None:
     script = """
     const seen = {}, canvas = () => document.querySelector("canvas");

@@ -29,7 +29,7 @@ def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
         return None
     text = (
         f"Block {each.block} ({each.name}) does not carry its input on: of what tells locations apart it keeps "
-        f"{kept[each.block]:.2f}, the others {median(others):.2f}."
+        f"{kept[each.block]:z.2f}, the others {median(others):.2f}."
     )
     look = f"Look for the shortcut of {each.name}: a sum that is missing or misplaced, or locations in another order."
     return blame(each, "fault", text, look)
@@ -44,7 +44,7 @@ def cut_shortcut(evidence: Evidence) -> Fault | None:
         if lost and len(others) > 1 and median_low(others) > _WHOLE:
             text = (
                 f"The shortcut of block {each.block} ({each.name}) hands no gradient back: of the one that reaches it, "
-                f"it keeps {back[each.block]:.2f}, the others {median(others):.2f}."
+                f"it keeps {back[each.block]:z.2f}, the others {median(others):.2f}."
             )
             return blame(each, "vanishing", text, f"Look at the shortcut of {each.name} for {CUTS}.")
     return None

@@ -47,7 +47,8 @@ function seriesOf(spec) {
 function rebuild() {
   const before = block(), networks = [...shown].sort((a, b) => a - b).map((i) => data.networks[i]);
   const withKernels = networks.filter((n) => n.kernels);
-  const stops = new Set(networks.flatMap((n) => (n.kernels && withKernels.length === networks.length ? n.kernels.blocks : n.blocks)));
+  const drawn = withKernels.length === networks.length;
+  const stops = new Set(networks.flatMap((n) => (drawn ? [...n.kernels.blocks, ...past(n)] : n.blocks)));
   depths = [...stops].sort((a, b) => a - b);
   if (!depths.length) depths = [0];
   slider.max = depths.length - 1;
@@ -60,9 +61,16 @@ function rebuild() {
   setBlock(before);
 }
 
+// Blocks behind the last kernel: what they give is zero or not finite.
+const past = (network) => network.blocks.filter((block) => block > network.kernels.blocks.at(-1));
+
 function kernelNote(networks) {
   const notes = [];
-  if (networks.some((n) => n.kernels.blocks.length < n.blocks.length)) notes.push("Not every block's kernel was kept; the nearest shallower one is shown.");
+  for (const network of networks.filter((n) => past(n).length)) {
+    const last = network.kernels.blocks.at(-1);
+    notes.push(`${network.name} has no kernel from block ${past(network)[0]} on: what blocks give there is zero or not finite. The last one, of block ${last}, is shown.`);
+  }
+  if (networks.some((n) => n.kernels.blocks.length + past(n).length < n.blocks.length)) notes.push("Not every block's kernel was kept; the nearest shallower one is shown.");
   const stride = Math.max(1, ...networks.map((n) => n.kernels.stride));
   if (stride > 1) notes.push(`To keep the file small, one location in ${stride} is shown of long sequences.`);
   return notes.join(" ");
