@@ -76,15 +76,14 @@ def check_exact(options: argparse.Namespace) -> float:
 
 
 class Decoding:
-    """One token after `past` cached ones, over and over from the same place; on CUDA also from a graph.
+    """One token after each row of the prompt, over and over from the same place; on CUDA also from a graph.
 
     It owns what the graph reads, cache and token: freed, they would be overwritten, and the graph would read that.
     """
 
-    def __init__(self, model: Transformer, options: argparse.Namespace):
-        prompt = torch.randint(options.vocab, (1, options.past), generator=torch.Generator().manual_seed(1))
-        self.model, self.past = model, options.past
-        self.cache = KVCache(len(model.blocks), capacity=options.past + 1)
+    def __init__(self, model: Transformer, options: argparse.Namespace, prompt: Tensor):
+        self.model, self.past = model, prompt.shape[1]
+        self.cache = KVCache(len(model.blocks), capacity=self.past + 1)
         decode(model, prompt.to(options.device), self.cache)
         self.token = prompt[:, :1].to(options.device)
         if options.compile:
@@ -160,11 +159,13 @@ def main() -> None:
     exact = check_exact(options)
     print(f"max |Δlogits| of folding in float64 at width 64: {exact:.1e}", flush=True)
     model = network(options)
-    truth = Decoding(model, argparse.Namespace(**{**vars(options), "compile": False})).logits.double()
+    prompt = torch.randint(options.vocab, (1, options.past), generator=torch.Generator().manual_seed(1))
+    eager = argparse.Namespace(**{**vars(options), "compile": False})
+    truth = Decoding(model, eager, prompt).logits.double()
     folded = fold(model, max_condition=default_max_condition(dtype))
     report = folded.report
     models = {"unfolded": model.to(dtype), "folded": folded.to(dtype), "pre-ln": network(options, "pre-ln").to(dtype)}
-    decodings = {name: Decoding(each, options) for name, each in models.items()}
+    decodings = {name: Decoding(each, options, prompt) for name, each in models.items()}
     errors = check_precision(truth, {name: decodings[name].logits for name in ("unfolded", "folded")}, options)
     if on_gpu:
         replays = {name: check_replay(name, decoding) for name, decoding in decodings.items()}

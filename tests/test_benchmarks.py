@@ -8,7 +8,7 @@ import pytest
 from tests.processes import Program
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-SCRIPTS = ("step", "growth", "decode_fold", "newton_schulz")
+SCRIPTS = ("step", "growth", "decode_fold", "inference", "newton_schulz")
 
 
 RUN = """
@@ -103,6 +103,17 @@ def test_decoding_compares_logits_before_it_prints_a_speed(tmp_path):
     assert lines[1].startswith("max |Δlogits| to float32")
     assert [line.split()[0] for line in lines[-3:]] == ["unfolded", "folded", "pre-ln"]
     assert set(rows(out)[0]["ms"]) == {"unfolded", "folded", "pre-ln"}
+
+
+def test_decoding_at_several_batch_sizes_beside_losses(tmp_path):
+    out = tmp_path / "inference.jsonl"
+    sizes = ("--depth", 2, "--past", 4, "--batch", 1, 3, "--rounds", 1, "--steps", 1, "--device", "cpu")
+    lines = run("inference", *sizes, "--results", FOLDER.parent / "results", "--out", out).splitlines()
+    found = rows(out)
+    assert len(lines) == 1 + len(found)
+    assert [row["batch"] for row in found] == [1, 1, 1, 3, 3, 3]
+    assert {row["arm"]: row["train_loss"] for row in found}["mirrored-readers/muon"] == 3.52663
+    assert all(row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["ms"]) for row in found)
 
 
 def test_newton_schulz_is_checked_before_it_is_timed(tmp_path):
