@@ -46,10 +46,22 @@ def test_crosses_and_thin_lines_are_explained_where_they_are():
     def notes(*arms):
         return [text.get_text() for axes in reproduction(arms, 7.5, HEADING).axes[:2] for text in axes.texts]
 
-    unigram = "unigram entropy, 7.50"
+    unigram = "unigram entropy, 7.50, lies above"
     assert notes(arm("a")) == [unigram]
     both = notes(arm("a", others=1), arm("b", diverged=(1e-3,)))
     assert set(both) == {unigram, "thin: further seeds", "× diverged, or ended higher"}
+
+
+def test_curves_fill_their_axes_where_arms_differ():
+    steps = [0, 100, 200, 1000]
+    drawn = [ArmCurve(f"{end}", steps, [9.0, 7.0, 5.0, end], "", {1e-4: end, 1e-3: 7.4}) for end in (4.0, 4.4)]
+    curves, sweep = reproduction(drawn, 7.5, HEADING).axes[:2]
+    low, high = curves.get_ylim()
+    assert (3.8 < low < 4.0, 4.4 < high < 5.0) == (True, True)
+    assert curves.get_xlim()[0] == pytest.approx(0.9 * 1000)  # the first step that all of this shows
+    assert sweep.get_ylim()[1] > 7.5 > high  # rates that ended near the unigram entropy are shown beside it
+    assert [line.get_marker() for line in sweep.lines].count("x") == 2
+    assert not any(len(line.get_xdata()) for line in sweep.lines if line.get_marker() == "x")
 
 
 def test_a_network_that_learns_frequencies_alone_does_not_run_through_their_name():

@@ -67,8 +67,9 @@ class ArmCurve:
 def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> Figure:
     """Left: training loss of each arm at its best rate, further seeds thinner. Right: what every rate reached.
 
-    What is thin and what a cross means stands above the axes that have them. Measures by block, where arms have them,
-    are a row of panels below.
+    Both are drawn where arms differ: without the unigram entropy, which is then said to lie above, unless one ends near
+    it. What is thin and what a cross means stands above the axes that have them. Measures by block, where arms have
+    them, are a row of panels below.
     """
     measures = list(dict.fromkeys(measure for arm in arms for measure in arm.by_block))
     below = _TOP + _HEIGHT + 0.7 + (_BLOCKS + 0.95 if measures else 0.0)
@@ -76,7 +77,9 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
     page = Page(_WIDTH, below + _LINE * (-(-len(arms) // columns)) + 0.2)
     page.heading(0.3, heading.title, heading.subtitle)
     ends = [losses[-1] for arm in arms for losses in (arm.losses, *(other for _, other in arm.others))]
-    top = max([unigram, *ends]) + 0.4
+    tried = [loss for arm in arms for loss in arm.sweep.values() if loss <= max([unigram, *ends]) + 0.4]
+    spans = _span(ends, unigram), _span([*ends, *tried], unigram)
+    top, ceiling = spans[1][1], spans[1][1] - 0.03 * (spans[1][1] - spans[1][0])
     curves, sweep = (
         page.axes(left, _TOP, width, _HEIGHT) for left, width in ((_LEFT, _CURVES), (_LEFT + _CURVES + _GAP, _SWEEP))
     )
@@ -85,9 +88,10 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
         curves.plot(arm.steps, arm.losses, **look)
         for steps, losses in arm.others:
             curves.plot(steps, losses, linewidth=0.8, **look)
-        _draw_sweep(sweep, arm.sweep, (top - 0.1 - 0.03 * (number % 4), top), look)
+        _draw_sweep(sweep, arm.sweep, (ceiling - 0.01 * (number % 4) * (top - spans[1][0]), top), look)
         _key(page, divmod(number, columns), below, arm, look)
-    _finish(curves, sweep, unigram, (min([unigram, *ends]) - 0.3, top))
+    _finish(curves, sweep, unigram, spans)
+    curves.set_xlim(left=min(_first_seen(arm.steps, arm.losses, spans[0][1]) for arm in arms))
     if any(arm.others for arm in arms):
         _note(curves, "thin: further seeds")
     if not all(loss <= top for arm in arms for loss in arm.sweep.values()):
@@ -125,8 +129,9 @@ def looks(names: Sequence[str]) -> list[dict[str, Any]]:
     return [{"color": _COLOURS[kind], "linestyle": _STYLES[way % len(_STYLES)]} for kind, way in places]
 
 
-def _note(axes: Axes, words: str) -> None:
-    axes.text(1, 1.015, words, transform=axes.transAxes, fontsize=8.5, ha="right", va="bottom", color=MUTED)
+def _note(axes: Axes, words: str, left: bool = False) -> None:
+    place, side = (0, "left") if left else (1, "right")
+    axes.text(place, 1.015, words, transform=axes.transAxes, fontsize=8.5, ha=side, va="bottom", color=MUTED)
 
 
 def _draw_sweep(axes: Axes, sweep: Mapping[float, float], heights: tuple[float, float], look: dict[str, Any]) -> None:
@@ -167,14 +172,31 @@ def _rate_axis(axes: Axes, rates: list[float]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _finish(curves: Axes, sweep: Axes, unigram: float, span: tuple[float, float]) -> None:
-    curves.set(xlabel="step", ylabel="training loss (smoothed)", ylim=span)
-    sweep.set(xlabel="highest rate", ylabel="final training loss", xscale="log", ylim=span)
-    for axes in (curves, sweep):
+def _span(losses: Sequence[float], unigram: float) -> tuple[float, float]:
+    """Heights of axes: about these losses, and up to the unigram entropy where one of them is near it."""
+    low, high = min(losses), max(losses)
+    room = max(0.25, 0.5 * (high - low))
+    top = high + room if high + room < unigram - 0.1 else max(unigram, high) + 0.4
+    return low - 0.1 * (top - low), top
+
+
+def _first_seen(steps: Sequence[float], losses: Sequence[float], top: float) -> float:
+    """The step at which a curve comes into sight, less a tenth of it."""
+    return 0.9 * next((step for step, loss in zip(steps, losses, strict=True) if loss <= top), steps[-1])
+
+
+def _finish(curves: Axes, sweep: Axes, unigram: float, spans: tuple[tuple[float, float], tuple[float, float]]) -> None:
+    curves.set(xlabel="step", ylabel="training loss (smoothed)", ylim=spans[0])
+    sweep.set(xlabel="highest rate", ylabel="final training loss", xscale="log", ylim=spans[1])
+    for axes, (_, top) in zip((curves, sweep), spans, strict=True):
         axes.grid(axis="y")
-        axes.axhline(unigram, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-    words = f"unigram entropy, {unigram:.2f}"  # below: what learns no more than frequencies lies just above
-    note_at(curves, words, unigram, (-4, -4), fontsize=8.5, ha="right", va="top", color=MUTED)
+        if unigram < top:
+            axes.axhline(unigram, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+    words = f"unigram entropy, {unigram:.2f}"
+    if unigram < spans[0][1]:  # below the line: what learns no more than frequencies lies just above
+        note_at(curves, words, unigram, (-4, -4), fontsize=8.5, ha="right", va="top", color=MUTED)
+    else:
+        _note(curves, f"{words}, lies above", left=True)
 
 
 @styled
