@@ -156,6 +156,12 @@ def test_one_item_and_again(reproduce, monkeypatch) -> None:
     monkeypatch.setattr(workers, "run_one", lambda _: pytest.fail("it trains again"))
     assert reproduce("baselines")[0] == out
     assert reproduce("baselines", "--tables-only", data=False)[0] == out
+    # of all tables those without runs of their own are left out, and named
+    with monkeypatch.context() as patch:
+        patch.setattr("skipless.cli.reproduce._write", lambda tables, *_: print(*(table.name for table in tables)))
+        names, err = reproduce("all", "--tables-only", data=False)
+    assert names.split() == ["kernels", "baselines"]
+    assert "left out, since none of their runs is there: activations, skips" in err
     # E-SPA, U-SPA and V-SkipInit with RoPE are those of the baselines
     monkeypatch.setattr(workers, "run_one", run_one)
     _, err = reproduce("positions")

@@ -146,6 +146,12 @@ def _settings(asked: ReproduceArguments, tables: Sequence[PaperTable], folder: R
     words = [f"{table.name} is left out: {_why_not(table, asked.scale)}" for table in left]
     if not settings:
         raise ValueError(words[0])
+    if asked.tables_only and "all" in asked.tables:
+        run = {record.item for record in folder.records.values()}
+        bare = [name for name in settings if name not in run]
+        settings = {name: setting for name, setting in settings.items() if name in run}
+        if bare:
+            words.append(f"left out, since none of their runs is there: {', '.join(bare)}; by name they are written")
     for line in words:
         say(line)
     return settings
