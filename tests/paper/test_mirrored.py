@@ -187,7 +187,7 @@ def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> Non
         "mirrored-factors": 6 * 3,
         "mirrored": 16 * (3 + 2) + 10 * 2 + 6 * 1 + 15 + 16,  # tuning, seeds, one more length each, paces
         "mirrored-longer": 5 * (3 + 2 + 2 + 1) + 2,
-        "mirrored-long": 4 * (3 + 1 + 1),
+        "mirrored-long": 5 * (3 + 1 + 1),
         "mirrored-depth": 2 * (3 + 2 + 1) + 9 * 2,
         "mirrored-readers": 6 * (3 + 2 + 2 + 1),
         "mirrored-others": 2 * (3 + 2 + 2) + 3 * (3 + 2 + 1),
