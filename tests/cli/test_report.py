@@ -135,7 +135,7 @@ def test_items_named_one_by_one_share_the_room_of_a_chart(said) -> None:
     assert page_data()["curves"] == []
     results = items[0].parent
     said("report", results, items[0])
-    assert Path("report.html").read_text().count("<summary>baselines (Fig. 2), scale small: bands") == 1
+    assert Path("report.html").read_text().count("<summary>baselines (Fig. 2), scale small: claims") == 1
     both = [item for item in items if item.name in ("baselines-small.json", "skips-small.json")]
     curves, _, words = read_results(both, most=24)
     assert words == ""

@@ -190,7 +190,7 @@ def test_kinds_of_networks(text: Text) -> None:
 
 
 @each_table
-def test_every_item_states_its_bands_about_its_own_arms(table: PaperTable) -> None:
+def test_every_item_states_its_claims_about_its_own_arms(table: PaperTable) -> None:
     assert table.claims
     known = {arm.name for arm in table.arms}
     for claim in (each.claim if isinstance(each, Later) else each for each in table.claims):

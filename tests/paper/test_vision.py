@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from skipless.cli.app import app
 from skipless.data.image_files import prepare_images
-from skipless.paper.claims import Results
+from skipless.paper.claims import Results, made_at
 from skipless.paper.experiments import Setting
 from skipless.paper.recipes import recipe
 from skipless.paper.records import ImageSet, Record, ResultsFolder, Text, facts_of
@@ -101,7 +101,8 @@ def judged(setting: Setting, fake, accuracies: dict[str, float]) -> dict[str, st
             record = fake(run, loss if way else float("inf"), measures={"accuracy": way} if way else {})
             records[run.key] = replace(record, text=CIFAR.to_json())
     known = outcomes(TABLE, setting, records)
-    return {claim.text(): claim.judge(Results(known, CIFAR.unigram)).mark for claim in TABLE.claims}
+    claims = made_at(TABLE.claims, setting.scale)
+    return {claim.text(): claim.judge(Results(known, CIFAR.unigram)).mark for claim in claims}
 
 
 def test_what_the_claims_say(setting: Setting, fake) -> None:
@@ -112,6 +113,9 @@ def test_what_the_claims_say(setting: Setting, fake) -> None:
         "mirrored/muon is at most 0.4 above mirrored/muon-24 in accuracy",
         "accuracy of pre-ln/soap is above 82",
     }
+    on_a_cpu = {claim.text() for claim in made_at(TABLE.claims, TABLE.scales["cpu"])}
+    assert {claim for claim in found if "is above 82" in claim} == set(found) - on_a_cpu
+    assert made_at(TABLE.claims, TABLE.scales["tiny"]) == ()
     lost = judged(setting, fake, {"mirrored/soap": 0.0})
     assert lost["pre-ln/soap is at most 1 above mirrored/soap in accuracy"] == "fail"
 
@@ -152,7 +156,7 @@ def test_tables_and_data_that_do_not_go_together(tmp_path: Path, monkeypatch) ->
     prepare_images(striped(tmp_path / "pictures", train=2, test=2), tmp_path / "data")
     for words, said in {
         ("vision",): "scale 'tiny' needs images: --data FOLDER, made by `skipless prepare SOURCE --images`",
-        ("vision", "--scale", "medium", "--data", "data"): "at which vision is not run; use one of tiny, small",
+        ("vision", "--scale", "medium", "--data", "data"): "at which vision is not run; use one of tiny, cpu, small",
         ("baselines", "--data", "data"): "baselines is left out: it needs text: --data FOLDER",
     }.items():
         found = CliRunner().invoke(app, ["reproduce", *words])

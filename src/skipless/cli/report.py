@@ -232,8 +232,8 @@ def _tables(data: dict[str, Any]) -> list[ResultTable]:
         head = [name for name in ratios[0] if name == "arm" or any(row[name] for row in ratios)]  # paper: often none
         rows = [[row[name] for name in head] for row in ratios]
         tables.append(ResultTable(f"{of}: steps to a loss", head, rows))
-    bands = [(band["claim"], band["mark"], band["detail"]) for band in data["bands"]]
-    return [*tables, *([ResultTable(f"{of}: bands", ("claim", "verdict", "numbers"), bands, True)] if bands else [])]
+    claims = [(each["claim"], each["mark"], each["detail"]) for each in data["bands"]]
+    return [*tables, *([ResultTable(f"{of}: claims", ("claim", "verdict", "numbers"), claims, True)] if claims else [])]
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -283,7 +283,7 @@ def _write_table(table: PaperTable, setting: Setting, folder: ResultsFolder, con
     head = ("arm", "paper", quantity.replace("_", " "), "steps", "time", "seeds", "rate")
     print_table(console, head, lines, [""] * len(lines))
     for claim, verdict in summary.verdicts:
-        _print_verdict(console, verdict.mark, claim, verdict.detail)
+        _print_verdict(console, verdict.mark, claim.text(), verdict.detail)
     return [*_write_pair(stem, page, as_json(summary)), *drawn]
 
 

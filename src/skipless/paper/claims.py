@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+from skipless.paper.experiments import Scale
 from skipless.paper.runs import Outcome, Sample, steps_ratio
 
 Mark = Literal["pass", "fail", "not run"]
@@ -281,6 +282,29 @@ class Later:
 
     def judge(self, results: Results) -> Verdict:
         return self.claim.judge(results)
+
+
+@dataclass(frozen=True)
+class At:
+    """A claim about one scale alone, such as an accuracy that takes 50 epochs. At others it is not made."""
+
+    scale: str
+    claim: Claim
+
+    @property
+    def quantity(self) -> str:
+        return getattr(self.claim, "quantity", "train_loss")
+
+    def text(self) -> str:
+        return self.claim.text()
+
+    def judge(self, results: Results) -> Verdict:
+        return self.claim.judge(results)
+
+
+def made_at(claims: Sequence[Claim], scale: Scale) -> tuple[Claim, ...]:
+    """The claims that are made at this scale: none where runs are too short to be judged."""
+    return tuple(each for each in claims if scale.judged and (not isinstance(each, At) or each.scale == scale.name))
 
 
 def _verdict(good: bool, detail: str) -> Verdict:

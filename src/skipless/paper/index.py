@@ -168,11 +168,9 @@ def _names(where: str, number: str) -> bool:
 
 def _judged(summary: Summary, quantities: tuple[str, ...] = ()) -> list[_Judged]:
     """The claims of a table that was judged, or those about some quantities."""
-    if not summary.setting.scale.judged:
-        return []
     found = [
-        _Judged(getattr(claim, "quantity", "train_loss"), text, verdict.mark, verdict.detail)
-        for claim, (text, verdict) in zip(summary.table.claims, summary.verdicts, strict=True)
+        _Judged(getattr(claim, "quantity", "train_loss"), claim.text(), verdict.mark, verdict.detail)
+        for claim, verdict in summary.verdicts
     ]
     return [each for each in found if not quantities or each.quantity in quantities]
 

@@ -40,7 +40,7 @@ The long run is claimed to end below Pre-LN's with Adam, whose loss E-SPA withou
 within .1 of Pre-LN's with Muon: as far as it is behind over 1,500 steps. Both failed for `mirrored-gain`, which ended
 .06 above Pre-LN with Adam. The network with readers, as large as Pre-LN, was added then, with the same two claims.
 
-Bands on SOAP are left out, as are its arms, until they are run by default.
+Claims on SOAP are left out, as are its arms, until they are run by default.
 
 The last three tables ask what such networks are good for: few bits, blocks that all work, activations that need not be
 stored. Pre-LN at an equal budget is the control, and every network is trained by Adam and by Muon. All three look at

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from skipless import __version__
-from skipless.paper.claims import Results, Verdict
+from skipless.paper.claims import Claim, Results, Verdict, made_at
 from skipless.paper.experiments import MOST_BEYOND, PaperTable, Setting
 from skipless.paper.records import Record
 from skipless.paper.runs import Outcome, Ratio, Sample, missing, outcome_of, rates_at, rival_of, steps_ratio
@@ -91,7 +91,7 @@ class Summary:
     table: PaperTable
     setting: Setting
     outcomes: Mapping[str, Outcome]
-    verdicts: Sequence[tuple[str, Verdict]]
+    verdicts: Sequence[tuple[Claim, Verdict]]
     to_do: int
     further: Mapping[str, int]
 
@@ -102,8 +102,7 @@ def gather(table: PaperTable, setting: Setting, records: Mapping[str, Record]) -
     core = {arm.name for arm in table.chosen(setting.scale)}
     shown = {name: outcome for name, outcome in known.items() if name in core or outcome.sweep}
     results = Results(shown, setting.text.unigram)
-    judged = table.claims if setting.scale.judged else ()
-    verdicts = [(claim.text(), claim.judge(results)) for claim in judged]
+    verdicts = [(claim, claim.judge(results)) for claim in made_at(table.claims, setting.scale)]
     beyond = [run.arm for run in missing([table], setting, records, ("all",)) if run.arm in shown.keys() - core]
     return Summary(table, setting, shown, verdicts, len(missing([table], setting, records)), Counter(beyond))
 
@@ -171,7 +170,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
         **({"glance": [list(line) for line in (glance[0], *glance[1])]} if glance else {}),
         "tables": tables,
         "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(table, summary.outcomes)],
-        "bands": [{"claim": claim, "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
+        "bands": [{"claim": claim.text(), "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
         "sweeps": sweeps("sweep"),
         **({"embedding_sweeps": sweeps("embedding_sweep")} if table.embedding_rates else {}),
         "missing": summary.to_do,
@@ -422,12 +421,12 @@ def count(number: int, name: str) -> str:
 
 def _claims(summary: Summary) -> str:
     if not summary.setting.scale.judged:
-        return "## Bands\n\nNot judged at this scale: its runs are too short to mean anything.\n"
+        return "## Claims\n\nNot judged at this scale: its runs are too short to mean anything.\n"
     marks = {"pass": "pass", "fail": "**fail**", "not run": "not run"}
-    lines = [(claim, marks[verdict.mark], verdict.detail or "–") for claim, verdict in summary.verdicts]
+    lines = [(claim.text(), marks[verdict.mark], verdict.detail or "–") for claim, verdict in summary.verdicts]
     if not lines:
         return ""
-    return f"## Bands, stated before the runs\n\n{markdown_table(('claim', 'verdict', 'numbers'), lines)}"
+    return f"## Claims, stated before the runs\n\n{markdown_table(('claim', 'verdict', 'numbers'), lines)}"
 
 
 def _sweeps(summary: Summary) -> str:

@@ -7,9 +7,9 @@ mirrored E-SPA is claimed to be within a point of Pre-LN with the same optimiser
 it has hardly been tried with mirrored MLPs.
 
 Pre-LN is to be one that others accept: 82 % or more after 50 epochs, with shifts by 4 pixels, mirror images and label
-smoothing of .1. 24 blocks are claimed to be no worse than 12: by no more than .4 points, about one standard error of an
-accuracy of 85 % on 10,000 images. They are run with Muon, which is expected to be the best; with the others only if
-asked for.
+smoothing of .1. That is claimed at the scale `small` alone, since `cpu` has 1.3 epochs. 24 blocks are claimed to be no
+worse than 12: by no more than .4 points, about one standard error of an accuracy of 85 % on 10,000 images. They are run
+with Muon, which is expected to be the best; with the others only if asked for.
 
 E-SPA's kernel is one of rows and columns (docs/derivations.md). One arm keeps it in reading order, at a decay with the
 same mean cosine, by one optimiser and one seed, and is claimed to be no more than .4 points better. Known beforehand,
@@ -22,6 +22,8 @@ One more arm has readers (docs/derivations.md) and as many weights as Pre-LN. In
 of two rates, it ended at 1.663 and 50.6 %. It is claimed to be within a point of Pre-LN, and no more than .4 points
 below the network without readers.
 
+`cpu` has twice the steps of that setting, so much was known beforehand of what came out there.
+
 Tuning is equal: three rates around an expected one, further ones while the best lies at the edge, chosen by training
 loss as in every table. Images of validation choose nothing. The embedding's rate, patches and places, is one for all.
 Factors on rates of mirrored networks are those of text, where W_Q and W_K, which start at a product of zero, take 3
@@ -31,7 +33,7 @@ times the rate and MLPs one half.
 from dataclasses import replace
 
 from skipless.model.presets import IMAGE_REPEAT_RATE
-from skipless.paper.claims import Above, Claim, Match
+from skipless.paper.claims import Above, At, Claim, Match
 from skipless.paper.experiments import (
     ON_A_CPU,
     ON_A_GPU,
@@ -78,6 +80,23 @@ IMAGE_SCALES = {
             seeds=1,
             judged=False,
             training={**ON_A_CPU, "ema": 0.5, "eval_tokens": 32, "label_smoothing": LABEL_SMOOTHING},
+        ),
+        Scale(
+            "cpu",
+            1000,
+            PAPER_WIDTH // 4,
+            16,
+            64,
+            64,
+            embedding_rate=IMAGE_EMBEDDING_RATE,
+            faster={"adam": 4.0, "muon": 2.0, "soap": 4.0},
+            training={
+                **ON_A_CPU,
+                "log_every": 10,
+                "ema": 0.02,
+                "eval_tokens": 1 << 20,
+                "label_smoothing": LABEL_SMOOTHING,
+            },
         ),
         Scale(
             "small",
@@ -129,7 +148,7 @@ _WITH_READERS = replace(
 )
 _DEEP = tuple(_arm(kind, way, 24) for kind in ("pre-ln", "mirrored") for way in ("muon", "adam", "soap"))
 _CLAIMS: tuple[Claim, ...] = (
-    *(Above(f"pre-ln/{way}", "accuracy", 82.0) for way in _OPTIMISERS),
+    *(At("small", Above(f"pre-ln/{way}", "accuracy", 82.0)) for way in _OPTIMISERS),
     *(Match(f"pre-ln/{way}", f"mirrored/{way}", 1.0, "accuracy") for way in _OPTIMISERS),
     Match("pre-ln/muon-24", "mirrored/muon-24", 1.0, "accuracy"),
     Match("mirrored/muon", "mirrored/muon-24", 0.4, "accuracy"),
@@ -148,8 +167,8 @@ VISION = PaperTable(
     embedding_rates=(IMAGE_EMBEDDING_RATE,),
     scales=IMAGE_SCALES,
     note=(
-        "12 blocks × 256 and 24, patches of 4 × 4; images shifted by up to 4 pixels and mirrored, labels smoothed by "
+        "12 blocks and 24, patches of 4 × 4; images shifted by up to 4 pixels and mirrored, labels smoothed by "
         "0.1, so that training losses do not go below about 0.5; validation losses are without. Mirrored networks have "
-        "no W_V and W_O but those of readers: 7.9M weights, and 9.5M with readers, as Pre-LN has."
+        "no W_V and W_O but those of readers. 256 wide they have 7.9M weights, and 9.5M with readers, as Pre-LN has."
     ),
 )
