@@ -2,7 +2,7 @@
 
 These are bugs that people report of networks which they wrote or converted. Some of them change nothing that can be
 measured in a random network, such as two matrices of one shape that change places: they are in it because they happen.
-What was found when it was first run stands in docs/inspecting.md. `words` are the cause as it was expected then.
+What was found when it was first run stands in docs/faults.md. `words` are the cause as it was expected then.
 Attention is written out in all of these networks, so that a bug inside it is planted without another change.
 """
 

@@ -1,7 +1,7 @@
 """A second catalogue, written before any of it was run: mistakes that people make, in networks of other architectures.
 
 No rule and no threshold was chosen with these networks or these faults in view. What was found when they were first
-run stands in docs/inspecting.md. `words` are the cause as it was expected then.
+run stands in docs/faults.md. `words` are the cause as it was expected then.
 """
 
 import math

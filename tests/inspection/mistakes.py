@@ -2,7 +2,7 @@
 
 Its networks and mistakes are in neither of the other two. Siblings do not help where every block has the mistake, and
 that is what happens to those who write one class. What was found when they were first run stands in
-docs/inspecting.md. `words` are the cause as it was expected then.
+docs/faults.md. `words` are the cause as it was expected then.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """A fifth catalogue, written when the rules for the fourth were done and before any of it was run.
 
 It says what those rules are worth on mistakes and networks that nobody had in view. What was found when it was first
-run stands in docs/inspecting.md. `words` are the cause as it was expected then. "scores scaled twice", "mask one too
+run stands in docs/faults.md. `words` are the cause as it was expected then. "scores scaled twice", "mask one too
 wide" and "output not read" are kin to mistakes of the catalogues before.
 """
 

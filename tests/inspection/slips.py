@@ -1,7 +1,7 @@
 """A fourth catalogue, written when the rules for the third were done and before any of it was run.
 
 It says what those rules are worth on mistakes and networks that nobody had in view. What was found when it was first
-run stands in docs/inspecting.md. `words` are the cause as it was expected then.
+run stands in docs/faults.md. `words` are the cause as it was expected then.
 """
 
 from collections.abc import Callable
