@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```python[ \t]*(?P<tag>[^\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
+INSPECTION = re.compile(r"^```text\nblock .*?\n\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # what stands below the table
 TAG = re.compile(r"(no-run|needs=(?P<package>\w+))?")
 
 
@@ -29,7 +30,10 @@ WITH_CODE = [path for path in DOCUMENTS if blocks(path.read_text())]
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And print the verdicts that the page shows; their tables hold numbers that differ between machines."""
     monkeypatch.chdir(tmp_path)  # what a block writes stays out of the repository
     monkeypatch.setenv("MPLBACKEND", "agg")
     namespace = {"__name__": "__main__"}
@@ -40,6 +44,9 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
             continue
         padded = "\n" * lines_before + code  # so that a traceback points at the document's line
         exec(compile(padded, str(path), "exec"), namespace)
+    printed = capsys.readouterr().out
+    for shown in INSPECTION.findall(path.read_text()):
+        assert shown in printed
 
 
 SHELL = re.compile(r"^```sh\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
