@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, token_dtype
 from skipless.files import WholeFile, mapping, read_json, reading, write_whole, writing
 from skipless.schema import build
+
+if TYPE_CHECKING:
+    from skipless.data.image_store import ImageFile
 
 logger = logging.getLogger("skipless")
 MANIFEST = "manifest.json"
@@ -365,17 +368,7 @@ def check_size(path: Path, expected: int) -> None:
         raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
 
 
-class Hashed(Protocol):
-    """A file of a prepared folder and the hash of what was written."""
-
-    @property
-    def file(self) -> str: ...
-
-    @property
-    def sha256(self) -> str: ...
-
-
-def verify_shards(folder: Path, shards: Sequence[Hashed], trust: bool) -> None:
+def verify_shards(folder: Path, shards: "Sequence[Shard | ImageFile]", trust: bool) -> None:
     """Check sizes and hashes; with `trust`, skip the hash of a file untouched since it was last found good.
 
     Several processes may do so at once. Where the note cannot be written, the next one hashes again.
@@ -399,7 +392,7 @@ def verify_shards(folder: Path, shards: Sequence[Hashed], trust: bool) -> None:
             logger.info("the shards are good, but that could not be noted: %s", error)
 
 
-def check_hash(folder: Path, shard: Hashed) -> None:
+def check_hash(folder: Path, shard: "Shard | ImageFile") -> None:
     """Refuse a shard whose content is not what was written."""
     path = folder / shard.file
     with path.open("rb") as file:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from glob import has_magic
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from skipless.data.loader import Batch, TokenLoader
 from skipless.data.text import held_out, open_corpus, share_held_out
 from skipless.data.tokenizer import Tokenizer
 from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.ops.precision import autocast
 from skipless.training.config import Precision
@@ -344,20 +345,10 @@ def _sums(
     return float(nats), tokens, None if table is None else size
 
 
-class LanguageModel(Protocol):
-    """What is needed of a model: Transformer and FoldedTransformer have it."""
-
-    config: ModelConfig
-
-    def hidden(self, tokens: Tensor, *, layout: Layout | None = None) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
 class Scorer:
     """A model made ready by `scoring`: asks it for log-probabilities of tokens."""
 
-    def __init__(self, model: LanguageModel, device: torch.device):
+    def __init__(self, model: Transformer, device: torch.device):
         self.model, self.device = model, device
 
     def log_probs(self, windows: Windows) -> Tensor:
@@ -418,7 +409,7 @@ def scoring(
     inner.eval()
     try:
         with torch.no_grad(), autocast(precision, place):
-            yield Scorer(cast(LanguageModel, inner), place)
+            yield Scorer(inner, place)
     finally:
         inner.train(training)
 
