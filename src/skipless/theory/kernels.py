@@ -16,10 +16,10 @@ from skipless.theory.feasibility import check_correlation, check_decay_rate, che
 def exponential(gamma: float, length: int) -> np.ndarray:
     """Σ(γ)_ij = exp(−γ|i−j|), the E-SPA family. γ = ∞ is the identity. He et al. 2023, Sec. 3.2."""
     check_decay_rate("gamma", gamma)
-    distance = _distances(length)
+    location = np.arange(check_length(length), dtype=np.float64)
     if np.isinf(gamma):
         return np.eye(length)
-    return np.exp(-gamma * distance)
+    return np.exp(-gamma * np.abs(location[:, None] - location[None, :]))
 
 
 def exponential_grid(gamma: float, rows: int, columns: int) -> np.ndarray:
@@ -28,11 +28,6 @@ def exponential_grid(gamma: float, rows: int, columns: int) -> np.ndarray:
     E-SPA's family for images, which the paper does not have: docs/derivations.md.
     """
     return np.kron(exponential(gamma, rows), exponential(gamma, columns))
-
-
-def _distances(length: int) -> np.ndarray:
-    location = np.arange(check_length(length), dtype=np.float64)
-    return np.abs(location[:, None] - location[None, :])
 
 
 def uniform(rho: float, length: int) -> np.ndarray:

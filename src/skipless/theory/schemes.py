@@ -512,7 +512,12 @@ def _factor_ratio(target: np.ndarray, source: np.ndarray, causal: bool) -> np.nd
 
 def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[tuple[float, float]]:
     """U-SPA's (ρ_in, ρ_out) per block, ρ_in being what the MLP before the block left."""
-    aware = [*steps[:1], *((uniform_after(mlp, before), after) for before, after in steps[1:])]
+
+    def through_mlp(rho: float) -> float:
+        """A uniform kernel stays uniform, so two locations say all of it."""
+        return float(kernels.cosine(mlp(kernels.uniform(rho, 2)))[0, 1])
+
+    aware = [*steps[:1], *((through_mlp(before), after) for before, after in steps[1:])]
     for block, (before, after) in enumerate(aware, start=1):
         if before > after:
             raise ValueError(
@@ -520,8 +525,3 @@ def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[
                 f"its target {after:.4g}, and attention cannot lower them; use calibration='paper' or 'exact'"
             )
     return aware
-
-
-def uniform_after(mlp: KernelMap, rho: float) -> float:
-    """The uniform correlation that the MLP makes of ρ: a uniform kernel stays uniform."""
-    return float(kernels.cosine(mlp(kernels.uniform(rho, 2)))[0, 1])

@@ -51,7 +51,11 @@ def take(vector: np.ndarray, locations: np.ndarray) -> np.ndarray:
 
 
 class AttentionShape(ABC):
-    """An attention matrix A = D·P at initialisation. P has unit row sums; D rescales locations."""
+    """An attention matrix A = D·P at initialisation. P has unit row sums; D rescales locations.
+
+    tabled: whether the shape has no O(T) parts, and its T×T table is read. limit: how many locations it was calibrated
+    for, where it serves no more; None where any number will do.
+    """
 
     @property
     @abstractmethod
@@ -60,12 +64,10 @@ class AttentionShape(ABC):
 
     @property
     def tabled(self) -> bool:
-        """Whether the shape has no O(T) parts, and its T×T table is read."""
         return False
 
     @property
     def limit(self) -> int | None:
-        """How many locations it was calibrated for, where it serves no more; None where any number will do."""
         return None
 
     @abstractmethod
@@ -106,7 +108,9 @@ class TableShape(AttentionShape):
         """A itself, T×T, one for all heads, without negative entries."""
 
     def bias(self, length: int) -> np.ndarray:
-        return _log_rows(self.dense(length))
+        matrix = self.dense(length)
+        with np.errstate(divide="ignore"):  # log 0 = −∞ is the mask
+            return np.log(matrix / matrix.sum(axis=-1, keepdims=True))
 
     def row_scale(self, length: int) -> np.ndarray:
         return self.dense(length).sum(axis=-1)
@@ -374,11 +378,6 @@ def non_negative(matrix: np.ndarray, name: str, instead: str = "calibration='pap
             f"use {instead}"
         )
     return np.maximum(matrix, 0.0)
-
-
-def _log_rows(matrix: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):  # log 0 = −∞ is the mask
-        return np.log(matrix / matrix.sum(axis=-1, keepdims=True))
 
 
 def _check_table(length: int, stored: int, causal: bool) -> int:
