@@ -5,9 +5,8 @@ import json
 import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +15,7 @@ from skipless.console import check_target, print_table, print_text, say, write_o
 from skipless.data.store import MANIFEST, TokenStore, holds_images
 from skipless.data.text import DATASETS, open_corpus
 from skipless.files import DATA_MARK
+from skipless.training.config import Precision
 from skipless.training.load import LoadedModel, load_image_model, load_model, reads_images
 
 if TYPE_CHECKING:
@@ -24,19 +24,7 @@ if TYPE_CHECKING:
     from skipless.training.tasks import Question, TaskResult
 
 
-class Backend(StrEnum):
-    """Who scores the tasks."""
-
-    BUILTIN = "builtin"
-    LM_EVAL = "lm-eval"
-
-
-class Precision(StrEnum):
-    """What the model computes in."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
+Backend = Literal["builtin", "lm-eval"]  # who scores the tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +38,7 @@ class EvalOptions:
     max_tokens: int | None
     limit: int | None
     device: str
-    precision: Any
+    precision: Precision | None
     download: bool
     quantise: str | None = None
 
@@ -94,7 +82,7 @@ def command(
     tasks: Tasks = None,
     tasks_folder: TasksFolder = None,
     limit: Limit = None,
-    backend: BackendName = Backend.BUILTIN,
+    backend: BackendName = "builtin",
     length: Length = None,
     tokenizer: TokenizerName = None,
     device: Device = None,
@@ -116,7 +104,7 @@ def command(
         given: dict[str, Any] = {"--tasks": tasks, "--stride": stride, "--max-tokens": max_tokens, "--length": length}
         given |= {"--tokenizer": tokenizer, "--quantise": quantise, "--separate": separate or None, "--limit": limit}
         given |= {"--tasks-folder": tasks_folder, "--download": download or None}
-        given |= {"--backend": None if backend is Backend.BUILTIN else backend}
+        given |= {"--backend": None if backend == "builtin" else backend}
         if named := next((name for name, value in given.items() if value is not None), None):
             raise ValueError(f"{named} is not for a network of images, which {model} holds; leave it out")
         _images(model, corpus, device, precision, json_file)
@@ -131,9 +119,9 @@ def command(
         from skipless.model.quantise import quantisation
 
         quantisation(quantise)
-        if backend is Backend.LM_EVAL:
+        if backend == "lm-eval":
             raise ValueError("--quantise is for the built-in scorer; leave out --backend lm-eval")
-        precision = precision or Precision.FP32
+        precision = precision or "fp32"
     loaded = load_model(model, tokenizer, device)
     say(f"weights: {loaded.origin}")
     seen, place = loaded.length if length is None else length, str(loaded.model.embedding.weight.device)
@@ -149,7 +137,9 @@ def command(
         _write(json_file, _record(loaded.origin, options, texts, scores, backend))
 
 
-def _images(model: Path, corpus: str | None, device: str | None, precision: Any, json_file: Path | None) -> None:
+def _images(
+    model: Path, corpus: str | None, device: str | None, precision: Precision | None, json_file: Path | None
+) -> None:
     """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its run's own."""
     from skipless.data.image_loader import ImageLoader
     from skipless.data.image_store import ImageStore
@@ -255,14 +245,19 @@ def _tasks(
 
     chosen = task_names(names)
     asked = {name: _asked(name, folder, options) for name in chosen}  # what is wrong is said before anything is scored
-    if backend is Backend.LM_EVAL:
+    if backend == "lm-eval":
         from skipless.training.tasks import run_lm_eval
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
         return run_lm_eval(loaded.model, loaded.tokenizer, chosen, folder, limit=options.limit, length=options.length)
     return score_tasks(
-        loaded.model, loaded.tokenizer, asked, length=options.length, precision=options.precision, done=_say_done
+        loaded.model,
+        loaded.tokenizer,
+        asked,
+        length=options.length,
+        precision=options.precision,
+        done=lambda result: say(f"{result.task}: {result.questions} questions answered"),
     )
 
 
@@ -272,10 +267,6 @@ def _asked(name: str, folder: Path | None, options: EvalOptions) -> "list[Questi
     if folder is None:
         return questions(name, hub_records(name, options.download), options.limit)
     return questions(name, local_records(name, folder), options.limit, task_file(name, folder))
-
-
-def _say_done(result: "TaskResult") -> None:
-    say(f"{result.task}: {result.questions} questions answered")
 
 
 def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> None:
@@ -333,7 +324,7 @@ def _record(
         "weights": origin,
         "options": dataclasses.asdict(options),
         "texts": {name: dataclasses.asdict(result) for name, result in texts.items()},
-        "backend": backend.value if scores else None,
+        "backend": backend if scores else None,
         "tasks": {name: dataclasses.asdict(r) | {"chance": r.chance} for name, r in scores.items()},
     }
     for result in plain["texts"].values():

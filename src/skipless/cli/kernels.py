@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,37 +26,16 @@ from skipless.console import (
 )
 from skipless.files import DATA_MARK, PICTURE_MARK
 from skipless.inspection.inspection import finite
-from skipless.inspection.studies import InputSignal, Study, study
+from skipless.inspection.studies import InputKind, InputSignal, Study, study
 from skipless.theory import kernels
 from skipless.theory.certificate import BlockReport
+from skipless.theory.propagation import NormPlacement
+from skipless.theory.schemes import Calibration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = Path("skipless-kernels")  # of figures
-
-
-class Norm(StrEnum):
-    """Where RMSNorm stands."""
-
-    NONE = "none"
-    PRE = "pre"
-    POST = "post"
-
-
-class Calibration(StrEnum):
-    """How SPA's constants take skips and MLPs into account."""
-
-    PAPER = "paper"
-    EXACT = "exact"
-    MLP_AWARE = "mlp-aware"
-
-
-class Input(StrEnum):
-    """Which kernel enters."""
-
-    SAMPLE = "sample"
-    AVERAGE = "average"
 
 
 def _option(text: str, panel: str, *names: str, **more):
@@ -73,7 +51,7 @@ SkipText = Annotated[
     str | None, _option("Attention skip: α (then β² = 1−α²) or α,β; 1,1 is the usual one.", _NETWORK, metavar="α[,β]")
 ]
 MlpSkip = Annotated[str | None, _option("MLP skip, written likewise.", _NETWORK, metavar="α[,β]")]
-NormName = Annotated[Norm | None, _option("Where RMSNorm stands.", _NETWORK)]
+NormName = Annotated[NormPlacement | None, _option("Where RMSNorm stands.", _NETWORK)]
 Activation = Annotated[
     str | None, _option("MLPs with dks-gelu, tat-leaky_relu, gelu, …; none is attention-only.", _NETWORK)
 ]
@@ -84,7 +62,10 @@ CalibrationName = Annotated[Calibration | None, _option("SPA's constants: the pa
 Set = Annotated[list[str] | None, _option("Any field of the scheme: --set gamma_final=0.2.", _NETWORK, "--set")]
 Length = Annotated[int | None, _option("Locations T (100).", _SIGNAL)]
 Rate = Annotated[float | None, _option("P(two locations hold the same token).", _SIGNAL)]
-InputName = Annotated[Input | None, _option("One sampled sequence (default), or the mean kernel.", _SIGNAL, "--input")]
+InputName = Annotated[
+    InputKind | None,
+    _option("One sampled sequence (default), or the mean kernel.", _SIGNAL, "--input"),
+]
 Seed = Annotated[int | None, _option("Which sequence is sampled (0).", _SIGNAL)]
 Blocks = Annotated[str | None, _option("Blocks to show, e.g. 0,1,10,100; 0 is the input.", _OUTPUT)]
 FigureFile = Annotated[
