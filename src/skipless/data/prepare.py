@@ -155,14 +155,6 @@ class _Texts:
         return self.valid is not None or not held_out(text, self.fraction)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """How to do it, which changes nothing of the result."""
-
-    workers: int
-    progress: Progress
-
-
 def prepare(
     plan: Preparation,
     out: str | Path,
@@ -193,7 +185,7 @@ def prepare(
         texts = texts.with_validation()
         tokenizer = _tokenizer(folder, plan, texts, progress)
         try:
-            _fill(folder, plan, texts, tokenizer, _Job(workers, progress))
+            _fill(folder, round(plan.shard_mb * 1e6), texts, tokenizer, workers, progress)
         finally:
             progress.stop()
         return _finish(folder, options, tokenizer, progress)
@@ -341,10 +333,12 @@ def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progr
     return tokenizer
 
 
-def _fill(folder: Folder, plan: Preparation, texts: _Texts, tokenizer: Tokenizer, job: _Job) -> None:
-    """Write every section that is not there yet."""
+def _fill(
+    folder: Folder, characters: int, texts: _Texts, tokenizer: Tokenizer, workers: int, progress: Progress
+) -> None:
+    """Write every section, of about so many characters, that is not there yet."""
     known = folder.sections()
-    present = _checked(folder, known, token_dtype(tokenizer.vocab_size), job.progress)
+    present = _checked(folder, known, token_dtype(tokenizer.vocab_size), progress)
     sizes = [source.part.size() for source in texts.sources]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     index, start, last = 0, (0, 0), False
@@ -352,10 +346,10 @@ def _fill(folder: Folder, plan: Preparation, texts: _Texts, tokenizer: Tokenizer
         if index not in present:
             stop = min((later for later in present if later > index), default=None)
             read = sum(size or 0 for size in sizes[: start[0]])
-            job.progress.start("tokenising", total, read, percent=True)
-            found = chunks(texts.sources, start, index, round(plan.shard_mb * 1e6), job.progress.advance)
-            with closing(tokenised(found, tokenizer, texts.fraction, job.workers)) as stream:
-                for section in _write(folder, stream, stop, job.progress):
+            progress.start("tokenising", total, read, percent=True)
+            found = chunks(texts.sources, start, index, characters, progress.advance)
+            with closing(tokenised(found, tokenizer, texts.fraction, workers)) as stream:
+                for section in _write(folder, stream, stop, progress):
                     _same(known.get(section.index), section)
                     present[section.index] = section
         index, start, last = index + 1, present[index].end, present[index].last

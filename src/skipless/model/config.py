@@ -143,6 +143,7 @@ class ModelConfig:
         }
         for name, value in defaults.items():
             object.__setattr__(self, name, value)
+        check_own(self)
         _check_sizes(self)
         _check_choices(self)
         _check_images(self)
@@ -338,19 +339,6 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
 _LEAST = dict.fromkeys(("vocab_size", "width", "depth", "heads", "kv_heads", "length"), 1)
 _LEAST |= dict.fromkeys(("hidden", "classes", "readers"), 0)
 _MOST = (1 << 31) - 1
-_CHOICES = {
-    "norm": ("none", "pre", "post"),
-    "position": ("rope", "relative", "none"),
-    "query_key": ("zero-query", "zero-key", "small", "normal"),
-    "init": ("orthogonal", "gaussian"),
-    "head": ("lm", "token", "pooled"),
-    "bias_gain": (True, False),
-    "mlp_bias": (True, False),
-    "causal": (True, False),
-    "tied_head": (True, False),
-    "mlp_init": (None, "mirrored"),
-    "value_output": ("trained", "identity"),
-}
 
 
 def _check_kinds(config: ModelConfig) -> None:
@@ -368,6 +356,8 @@ def _check_kinds(config: ModelConfig) -> None:
     for name in ("attention_skip", "mlp_skip"):
         if not isinstance(value := getattr(config, name), Skip):
             raise ValueError(f"{name} is {value!r}; it must be a Skip, such as Skip.normalised(0.98)")
+    if not isinstance(config.images, Images | None):
+        raise ValueError(f"images is {config.images!r}; it must be Images(…), or None for tokens")
 
 
 def _whole_numbers(config: ModelConfig) -> dict[str, int]:
@@ -412,8 +402,6 @@ def _check_images(config: ModelConfig) -> None:
     images = config.images
     if images is None:
         return
-    if not isinstance(images, Images):
-        raise ValueError(f"images is {images!r}; it must be Images(…), or None for tokens")
     if config.length != images.length:
         raise ValueError(
             f"length={config.length}, and images of {images.side} × {images.side} in patches of {images.patch} have "
@@ -475,14 +463,10 @@ def _check_identity_values(config: ModelConfig) -> None:
 
 
 def _check_choices(config: ModelConfig) -> None:
-    """Refuse words that are not known, numbers that cannot be, and fields that contradict each other."""
-    for name, allowed in _CHOICES.items():
-        value = getattr(config, name)
-        if not any(value is one if isinstance(one, bool) else value == one for one in allowed):
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-    if not (_finite(config.rope_base) and config.rope_base > 0):
+    """Refuse numbers that cannot be, and fields that contradict each other."""
+    if not 0 < config.rope_base < math.inf:
         raise ValueError(f"rope_base is {config.rope_base!r}; it must be finite and above 0 (10000 is usual)")
-    if not _finite(config.query_key_scale):
+    if not math.isfinite(config.query_key_scale):
         raise ValueError(f"query_key_scale is {config.query_key_scale!r}; it must be a finite number (0.1 is usual)")
     skip = config.attention_skip
     if config.preserves_signal and abs(skip.shortcut**2 + skip.residual**2 - 1.0) > 1e-9:
@@ -504,10 +488,6 @@ def _check_choices(config: ModelConfig) -> None:
         raise ValueError(
             "a non-causal model sees the token it would predict; use head='token' or 'pooled' for encoders"
         )
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_mirrored(config: ModelConfig, given: Any) -> None:

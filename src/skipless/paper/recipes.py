@@ -42,11 +42,6 @@ IMAGE_EMBEDDING_RATE, LABEL_SMOOTHING = 2e-3, 0.1
 IMAGE_RATES = {"pre-ln": 1e-2, "mirrored": 3e-3, "mirrored-u-spa": 3e-3, "e-spa": 1e-3, "u-spa": 1e-3}
 
 
-def names() -> list[str]:
-    """All recipe names."""
-    return presets.names()
-
-
 def recipe(name: str) -> Experiment:
     """The Experiment of a preset under App. H: corpus, steps, batch, length, warm-up, Adam and its rates.
 

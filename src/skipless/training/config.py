@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from skipless.console import check_seed, nearest
 from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
-from skipless.schema import KINDS, build, check, check_choice, check_own, shortened
+from skipless.schema import KINDS, build, check, check_choice, check_names, check_own, shortened
 from skipless.theory.schemes import Scheme
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -120,8 +120,7 @@ class OptimizerConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "OptimizerConfig":
         """The inverse of to_dict; lists stand for tuples, as JSON writes them."""
-        for name in data:
-            _known("OptimizerConfig has no field", name, tuple(f.name for f in dataclasses.fields(cls)))
+        check_names(cls, data)
         return cls(**data)
 
 
