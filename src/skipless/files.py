@@ -356,7 +356,6 @@ class Journal:
             raise
 
     def sync(self) -> None:
-        """Flush the lines to the disk."""
         if self._file is not None:
             self._check_there()
             os.fsync(self._file.fileno())

@@ -72,7 +72,6 @@ def check_own(instance: Any, prefix: str = "") -> None:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Types of a dataclass's fields."""
     hints = typing.get_type_hints(kind)
     return {each.name: hints[each.name] for each in dataclasses.fields(kind)}
 

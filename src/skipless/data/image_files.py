@@ -282,7 +282,6 @@ class _SplitWriter:
         self._file.abandon()
 
     def add(self, picture: Picture, pixels: np.ndarray) -> None:
-        """Append an image."""
         if picture.part != self.part:
             raise ValueError(
                 f"there are both {self.part} and {picture.part}, and one of them is for validation: take one away"

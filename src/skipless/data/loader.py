@@ -140,7 +140,6 @@ class Batch:
         return [self.tokens] if self.documents is None else [self.tokens, self.documents]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The batch with each tensor changed."""
         return Batch(change(self.tokens), None if self.documents is None else change(self.documents))
 
     def to(self, device: torch.device | str) -> "Batch":

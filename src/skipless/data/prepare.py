@@ -260,11 +260,9 @@ class Folder:
         return {section.index: section for section in found}
 
     def present(self, section: Section) -> bool:
-        """Whether all of the section's shards are there."""
         return all((self.path / shard.file).is_file() for shard in section.shards)
 
     def note(self, line: dict) -> None:
-        """Add a line to the journal."""
         append_line(self.path / JOURNAL, line)
 
     def finish(self, manifest: str) -> None:

@@ -126,7 +126,6 @@ class Manifest:
             raise ValueError("shards are of other splits than are listed")
 
     def shards(self, split: str) -> list[Shard]:
-        """The shards of one split, in order."""
         return [shard for section in self.sections for shard in section.shards if shard.split == split]
 
     def to_json(self) -> str:
@@ -143,7 +142,6 @@ class Manifest:
 
     @classmethod
     def from_json(cls, values: Any) -> "Manifest":
-        """The inverse of to_json, of what JSON holds."""
         if (version := values["format"]) != FORMAT:
             raise ValueError(f"format {version!r}, and this version reads {FORMAT}")
         return build(cls, {name: value for name, value in values.items() if name != "format"}, "a manifest")

@@ -110,7 +110,6 @@ class Corpus:
             yield from part.documents()
 
     def fingerprint(self) -> str:
-        """One hash for all parts and their order."""
         return hashlib.sha256("\n".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
 
 

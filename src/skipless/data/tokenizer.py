@@ -159,8 +159,6 @@ class SentencePieceTokenizer:
         return joined.astype(token_dtype(self.vocab_size))
 
     def token_bytes(self) -> np.ndarray:
-        """The UTF-8 bytes of each piece."""
-
         def size(token: int) -> int:
             if self._processor.is_control(token):
                 return 0

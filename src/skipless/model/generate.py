@@ -225,7 +225,6 @@ class BlockCache:
             self._values = self._values.index_select(0, rows.to(self._values.device))
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` slots."""
         self.length = min(self.length, length)
 
     def _buffers(self, k: Tensor, v: Tensor, end: int) -> tuple[Tensor, Tensor]:

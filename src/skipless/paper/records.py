@@ -78,7 +78,6 @@ class Text(_Known):
         return f"{name}, {self.tokens / 1e6:.1f}M {'bytes' if self.vocab_size == 256 else 'tokens'}"
 
     def describe(self) -> str:
-        """In words, for a table's head."""
         return f"{self.title} of {self.vocab_size:,} kinds (unigram {self.unigram:.2f})"
 
 
@@ -139,7 +138,6 @@ class ImageSet(_Known):
         return f"{self.name}, {self.images:,} images"
 
     def describe(self) -> str:
-        """In words, for a table's head."""
         return f"{self.title} of {self.side} × {self.side} in {self.classes} classes (entropy {self.unigram:.2f})"
 
 
@@ -200,7 +198,6 @@ class Record:
 
     @property
     def diverged(self) -> bool:
-        """Whether its loss became infinite or NaN."""
         return self.diverged_at is not None
 
     def to_json(self) -> dict[str, Any]:

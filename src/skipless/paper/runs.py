@@ -53,7 +53,6 @@ class Run:
         return f"{self.experiment.model.to_json()} {train.batch_size} {train.length}"
 
     def describe(self) -> str:
-        """In words, for a line of progress."""
         longer = "" if self.multiple == 1.0 else f" ×{self.multiple:g}"
         what = f" ({self.measure})" if self.measure else ""
         embedding = "" if self.embedding_rate is None else f", embedding {self.embedding_rate:g}"
@@ -453,7 +452,6 @@ class Ratio:
     bound: str = ""
 
     def text(self) -> str:
-        """As a cell of a table."""
         return f"{self.bound} {self.value:.2g}".strip()
 
 

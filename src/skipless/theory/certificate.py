@@ -99,7 +99,6 @@ class Certificate:
         return lazy.later("skipless.figures.kernels", "certificate_figure")(self, path)
 
     def as_dict(self) -> dict:
-        """Plain data, ready for JSON."""
         return asdict(self)
 
 

@@ -361,7 +361,6 @@ class ShapeByHead(AttentionShape):
         return np.stack([shape.bias(length) for shape in self.shapes])
 
     def row_scale(self, length: int) -> np.ndarray:
-        """D by head, (heads, T)."""
         return np.stack([shape.row_scale(length) for shape in self.shapes])
 
     def dense(self, length: int) -> np.ndarray:

@@ -41,11 +41,9 @@ class ImageResult:
 
     @classmethod
     def from_numbers(cls, values: Mapping[str, Any]) -> "ImageResult":
-        """The inverse."""
         return cls(values["loss"], values["accuracy"], int(values["images"]))
 
     def words(self) -> str:
-        """For a line of progress."""
         return f"validation loss {self.loss:.4f}, accuracy {self.accuracy:.2%} of {self.images:,} images"
 
 

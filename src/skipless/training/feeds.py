@@ -38,11 +38,9 @@ class TextFeed:
 
     @property
     def validates(self) -> bool:
-        """Whether there is held-out text."""
         return self.valid is not None
 
     def evaluate(self, model: nn.Module) -> EvalResult:
-        """The loss on the held-out windows."""
         assert self.valid is not None
         config, world = self.config, self.world
         most = max(config.eval_tokens // world.size, 1)
@@ -88,7 +86,6 @@ class ImageFeed:
 
     @property
     def validates(self) -> bool:
-        """Whether there are held-out images."""
         return self.valid is not None
 
     def evaluate(self, model: nn.Module) -> ImageResult:

@@ -161,7 +161,6 @@ class RunFolder:
                 write_json(self.path / FINISHED, summary)
 
     def close(self) -> None:
-        """Close the log and let go of the folder."""
         try:
             if self._log is not None:
                 with _storing(self.metrics):

@@ -312,12 +312,10 @@ class Trainer:
         return self.feed.validates and (last or (bool(every) and step % every == 0))
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many updates."""
         every = self.config.checkpoint_every
         return bool(every) and step % every == 0
 
     def logs(self, step: int) -> bool:
-        """Whether a line of the log is due after so many updates."""
         return step % self.config.log_every == 0 or step == self.config.steps or self.saves(step)
 
     def log(self) -> None:
@@ -372,7 +370,6 @@ class Trainer:
             logger.warning("%s", warning)
 
     def checkpoint(self) -> None:
-        """Save the network, its optimiser and the state of the run."""
         self.run.sync()
         extra = {"ema": self.state.ema, "rate_factor": self.state.rate_factor, "valid": self.state.valid}
         step, keep = self.state.step, self.config.keep

@@ -129,7 +129,6 @@ class Angles(NamedTuple):
     batch_stride: int
 
     def of_rows(self, rows: slice) -> "Angles":
-        """For some rows of the batch."""
         return Angles(self.cos[rows], self.sin[rows], self.batch_stride) if self.batch_stride else self
 
 

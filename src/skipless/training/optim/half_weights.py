@@ -58,7 +58,6 @@ class HalfWeights:
         return qkv.grad[rows] if copy.grad is None else qkv.grad[rows] + copy.grad
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all copies."""
         for copy in self._copies.values():
             copy.grad = None
         for _, qkv in self._qkv:

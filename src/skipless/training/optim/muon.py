@@ -191,7 +191,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -69,7 +69,6 @@ class Matrices:
     device: torch.device
 
     def room(self, *shape: int) -> Tensor:
-        """A tensor to fill."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def write(self, stack: Stack, into: Tensor) -> None:

@@ -70,7 +70,6 @@ class SOAP(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -209,7 +208,6 @@ def _stack(states: States, name: str) -> Tensor:
 
 
 def _sides_with_bases(states: States) -> list[str]:
-    """The sides that have bases."""
     return [side for side in _SIDES if f"{side}_basis" in states[0]]
 
 
