@@ -203,7 +203,14 @@ def block_mask(layout: Layout, causal: bool) -> BlockMask:
     """FlexAttention's mask for a layout, remembered in the layout for the other blocks of the network."""
 
     def make() -> BlockMask:
-        return _build(layout, causal, _layout_mask(layout, causal) if layout.past is None else _after(layout.past))
+        partial, full = visited(layout, causal)
+        return BlockMask.from_kv_blocks(
+            *_ordered(partial),
+            *_ordered(full),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=_layout_mask(layout, causal) if layout.past is None else _after(layout.past),
+            seq_lengths=(layout.query_locations.shape[1], layout.key_locations.shape[1]),
+        )
 
     return layout.remember(("flex", causal), make)
 
@@ -242,17 +249,6 @@ def _layout_mask(layout: Layout, causal: bool):
         return in_order(b, h, query, key) & (document == key_documents[b, key]) & (document != PADDING)
 
     return visible
-
-
-def _build(layout: Layout, causal: bool, mask_mod) -> BlockMask:
-    partial, full = visited(layout, causal)
-    return BlockMask.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask_mod,
-        seq_lengths=(layout.query_locations.shape[1], layout.key_locations.shape[1]),
-    )
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:

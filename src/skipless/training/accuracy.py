@@ -104,12 +104,12 @@ def by_class(answers: np.ndarray, classes: Sequence[str]) -> list[ClassResult]:
     pairs: dict[int, Counter[int]] = {}
     for label, answer in answers.tolist():
         pairs.setdefault(label, Counter())[answer] += 1
-    return [_class_result(number, pairs.get(number, Counter()), classes) for number in range(len(classes))]
-
-
-def _class_result(number: int, answers: Counter[int], classes: Sequence[str]) -> ClassResult:
-    wrong = {classes[other]: count for other, count in answers.most_common() if other != number}
-    return ClassResult(classes[number], answers.total(), answers[number], wrong)
+    results = []
+    for number, name in enumerate(classes):
+        found = pairs.get(number, Counter())
+        wrong = {classes[other]: count for other, count in found.most_common() if other != number}
+        results.append(ClassResult(name, found.total(), found[number], wrong))
+    return results
 
 
 def confusions(results: Sequence[ClassResult]) -> list[tuple[str, str, int]]:

@@ -54,14 +54,8 @@ from skipless.model.config import ModelConfig
 from skipless.schema import changed_fields, check
 from skipless.training.config import Experiment
 
-EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
-    "experiment.json",
-    "data.json",
-    "env.json",
-    "metrics.jsonl",
-    "finished.json",
-)
-CLASSES = "classes.json"
+EXPERIMENT, DATA, ENVIRONMENT = "experiment.json", "data.json", "env.json"
+METRICS, FINISHED, CLASSES = "metrics.jsonl", "finished.json", "classes.json"
 CHECKPOINTS, EXPORT, WEIGHTS = "checkpoints", "export", "model.safetensors"
 FREE = ("train.keep",)  # settings that may change when a run goes on
 _PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")

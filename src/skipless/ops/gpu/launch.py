@@ -100,7 +100,8 @@ class KernelInputs:
         row, gain = (column if one is None else one for one in (bias.row, bias.gain))
         bias = KernelBias(bias.slope, column, bias.diagonal, bias.row_scale, row, gain)
         scale = self.q.shape[3] ** -0.5 * LOG2E.value
-        return bias, self.layout or _unread(column), self.q.shape[2], self.k.shape[2], column.shape[0], scale
+        layout = self.layout or KernelLayout(column, column, column, column)
+        return bias, layout, self.q.shape[2], self.k.shape[2], column.shape[0], scale
 
     @cached_property
     def constants(self) -> dict:
@@ -130,10 +131,6 @@ class Angles(NamedTuple):
 
     def of_rows(self, rows: slice) -> "Angles":
         return Angles(self.cos[rows], self.sin[rows], self.batch_stride) if self.batch_stride else self
-
-
-def _unread(tensor: Tensor) -> KernelLayout:
-    return KernelLayout(tensor, tensor, tensor, tensor)
 
 
 def run_forward(inputs: KernelInputs, out: Tensor, lse: Tensor, launch: Launch) -> None:
@@ -232,11 +229,12 @@ def run_key_side(
     bias, layout, *rest = inputs.common
     q, k, v = inputs.q, inputs.k, inputs.v
     saved = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
+    constants: dict = {**inputs.constants, "SAVE": scores is not None}
     grid, order = _programs(k, launch.keys, q)
     attention.key_side[grid](
         k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), saved,
-        sums, gradients, by_gain, bias, layout, *rest, **order, **_rotary(angles, sums), **_saving(scores),
-        **inputs.constants, **_options(launch),
+        sums, gradients, by_gain, bias, layout, *rest, **order, **_rotary(angles, sums), **constants,
+        **_options(launch),
     )  # fmt: skip
 
 
@@ -288,10 +286,6 @@ def _programs(own: Tensor, rows: int, read: Tensor) -> tuple[tuple[int], dict]:
 def _rotary(angles: Angles | None, sums: tuple) -> dict:
     """Kernels that rotate nothing are given tensors that they do not read."""
     return {"angles": angles or Angles(*sums, 0), "ROTARY": angles is not None}
-
-
-def _saving(scores: Tensor | None) -> dict:
-    return {"SAVE": scores is not None}
 
 
 def _options(launch: Launch) -> dict:
