@@ -427,5 +427,5 @@ def title(rows: Sequence[DemoRow], reference: Counting) -> str:
     learned = {arm: reference.train - loss > NOTHING for arm, loss in losses.items()}
     if not learned["e-spa"] or not learned["mirrored"] or learned["standard"]:
         return f"{depth} blocks, with and without skips"
-    more = ", mirrored E-SPA more than Pre-LN" * (losses["mirrored"] < losses["pre-ln"])
+    more = ", mirrored E-SPA more than Pre-LN" if losses["mirrored"] < losses["pre-ln"] else ""
     return f"{depth} blocks without skips: standard attention learns nothing, E-SPA learns{more}"

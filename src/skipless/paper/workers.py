@@ -379,5 +379,8 @@ def _where(device: str | None) -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str:
+    """Twelve digits of it, and a plus where files differ from it."""
     state = git_state(Path(skipless.__file__).parent)
-    return "" if state is None else state["commit"][:12] + "+" * state["dirty"]
+    if state is None:
+        return ""
+    return f"{state['commit'][:12]}{'+' if state['dirty'] else ''}"
