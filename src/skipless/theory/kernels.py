@@ -122,7 +122,11 @@ def cosine(kernel: np.ndarray) -> np.ndarray:
     """Normalised kernel Σ_ij / √(Σ_ii Σ_jj): RMSNorm's effect, and what the paper's figures show."""
     scale = np.sqrt(np.diagonal(kernel, axis1=-2, axis2=-1))
     if not np.all(scale > 0):
-        raise ValueError("a location has zero norm (Σ_ii = 0), so its cosines are undefined")
+        worst = np.unravel_index(int(np.argmin(scale > 0)), scale.shape)
+        raise ValueError(
+            f"Σ_ii is {scale[worst] ** 2:g} at location {worst[-1]}: with a zero norm, or none, it has no cosines; "
+            "leave it out, or look at an earlier block"
+        )
     return kernel / (scale[..., :, None] * scale[..., None, :])
 
 

@@ -1,4 +1,4 @@
-"""AttentionShape: a block's attention matrix at initialisation, kept as a few scalars and O(T) vectors.
+"""AttentionShape: a block's attention matrix at initialisation, as a few scalars and O(T) vectors.
 
 Any non-negative A is D·softmax(B) with D its row sums (Sec. 3.3). Every structured shape here has a bias of one form,
 
@@ -92,7 +92,7 @@ class AttentionShape(ABC):
 
 
 class TableShape(AttentionShape):
-    """A shape that is known by its matrix alone: `dense` says all of it. It is served slowly, by T×T tables."""
+    """A shape that `dense` gives whole. Attention reads it as a T×T table, which is slow."""
 
     @property
     def tabled(self) -> bool:
@@ -321,7 +321,7 @@ class RescaledShape(AttentionShape):
 
 @dataclass(frozen=True)
 class ShapeByHead(AttentionShape):
-    """A shape for each head, A_1 … A_H, all of one kind. It is served by runs of heads that have one shape."""
+    """A shape for each head, A_1 … A_H, all of one kind. Neighbouring heads of one shape are computed together."""
 
     shapes: tuple[AttentionShape, ...]
 
