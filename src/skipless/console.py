@@ -33,8 +33,8 @@ def handle_stops() -> Generator[None]:
     """In here Ctrl-C ends an import at once: unwinding it could be swallowed by a library, or end in a traceback.
 
     Elsewhere it is a KeyboardInterrupt as usual. SIGTERM, by which clusters and `timeout` stop a program, is the same.
-    A process that ignores a signal goes on ignoring it, and one of several that torchrun has started leaves SIGTERM
-    alone: it may be waiting for the others where Python hears nothing.
+    A process that ignores a signal goes on ignoring it. One that torchrun has started leaves SIGTERM alone: it may be
+    waiting for the others, where Python runs no handler.
     """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     if threading.current_thread() is not threading.main_thread():
@@ -311,9 +311,9 @@ def check_seed(seed: int | None, name: str = "--seed") -> None:
 
 
 def check_fits(need: float, asked: str, smaller: str, free: float | None = None) -> None:
-    """Refuse, before any work is done, what needs more bytes than are free, be it by its largest part alone.
+    """Refuse, before any work is done, what needs more bytes than are free.
 
-    smaller: what to change. free: of the device, where it is not this machine's memory.
+    need: of its largest part, at least. smaller: what to change. free: of the device, if not of this machine's memory.
     """
     free = free_memory() if free is None else free
     if need > free:
@@ -323,7 +323,7 @@ def check_fits(need: float, asked: str, smaller: str, free: float | None = None)
 
 
 def free_memory() -> float:
-    """Bytes that can be had at most, by what the kernel and a container's limit say; ∞ where nothing does."""
+    """Bytes that are free at most, by the kernel and a container's limit; ∞ where neither says."""
     bounds = [math.inf]
     with suppress(AttributeError, ValueError, OSError):  # not POSIX
         bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -424,8 +424,8 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
 class FolderLock:
     """The sole right to write to a folder, until `release` or the end of the process, however that ends.
 
-    ValueError says who else has it: "process 7 on host is `doing` FOLDER: `advice`". A file system without locks, as
-    some that are shared over a network, is told by a warning; the process that the lock file names is looked for there.
+    ValueError says who else has it: "process 7 on host is `doing` FOLDER: `advice`". Where the file system has no
+    locks, as some that are shared over a network, there is a warning, and the process that the lock file names counts.
     """
 
     def __init__(self, folder: Path, doing: str, advice: str = "wait for it, or use another folder"):

@@ -105,7 +105,7 @@ def demo_runs(setting: Setting, seed: int = 0, table: PaperTable = DEMO) -> list
         assert arm.rate is not None
         run = make_run(table, arm, setting, arm.rate, seed)
         train = replace(run.experiment.train, probe_at=(0, run.experiment.train.steps - 1))
-        data = replace(run.experiment.data, corpus="stdlib")  # whichever Python's: an earlier demo's runs stay its own
+        data = replace(run.experiment.data, corpus="stdlib")  # of any Python, so that an earlier demo goes on
         experiment = replace(run.experiment, name=arm.name, data=data, train=train)
         runs.append(replace(run, experiment=experiment, key=run_key(experiment, setting.text), weights=True))
     return runs

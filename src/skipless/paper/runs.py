@@ -38,7 +38,7 @@ class Run:
 
     @property
     def exclusive(self) -> bool:
-        """Whether nothing else may run beside it, because the time of its steps is what is wanted."""
+        """Whether nothing else may run beside it, because its steps are timed."""
         return self.measure == "pace"
 
     @property
@@ -271,7 +271,10 @@ def _tuned(
     start: float | None,
     others: tuple[float, ...],
 ) -> Outcome:
-    """The arm at these rates. start: the embedding's rate meanwhile, None for the scale's own; others: its others."""
+    """The arm, tuned over a grid of rates.
+
+    start: the embedding's rate while the others are tuned, None for the scale's own; others: its further rates.
+    """
     first = _sweep(list(grid), records, lambda rate: make_run(table, arm, setting, rate, embedding_rate=start))
     embedding = _Sweep({}, (), None, False)
     if (best := first.best) is not None and start is not None:

@@ -219,7 +219,7 @@ class WorkerProcess(Worker):
             return None, f"its process died (exit code {process.exitcode})"
 
     def interrupt(self) -> None:
-        """What Ctrl-C does in a terminal, which tells all processes: a run that trains saves itself, none is begun."""
+        """Do what Ctrl-C does in a terminal: a run that trains saves itself, and no other begins."""
         process = self._process
         if process is not None and process.is_alive() and process.pid is not None and os.name == "posix":
             os.kill(process.pid, signal.SIGINT)

@@ -123,7 +123,7 @@ class GraphedStep:
 def unchanged(model: nn.Module, optimizer: Optimizer) -> Generator[None]:
     """Put back the parameters and the optimiser's state after what runs inside; a state that is new starts at zero.
 
-    In place, so that a graph finds the tensors where they were. What is kept meanwhile takes no memory of the device.
+    In place, so that a graph finds the tensors where they were. Until then their values lie in the host's memory.
     """
     parameters = list(model.parameters())
     values = [_on_host(p) for p in parameters]

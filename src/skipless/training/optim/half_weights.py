@@ -80,7 +80,7 @@ class HalfWeights:
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """The copies take the parameters' places in their layers meanwhile."""
+        """While open, the copies stand in the parameters' places."""
         for layer, matrix in self._layers:
             layer._parameters["weight"] = self._copies[matrix]
         for attention, qkv in self._qkv:
