@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from skipless import __version__
+from skipless.cli.app import first_given
 from skipless.console import check_target, print_table, print_text, say, write_output
 from skipless.data.store import MANIFEST, TokenStore, holds_images
 from skipless.data.text import DATASETS, open_corpus
@@ -74,6 +75,7 @@ JsonFile = Annotated[Path | None, _option("Results as data; - is standard output
 
 
 def command(
+    context: typer.Context,
     model: Model,
     corpus: Corpus = None,
     stride: Stride = None,
@@ -101,12 +103,8 @@ def command(
     if json_file is not None and str(json_file) != "-":
         check_target(json_file, DATA_MARK)
     if reads_images(model):
-        given: dict[str, Any] = {"--tasks": tasks, "--stride": stride, "--max-tokens": max_tokens, "--length": length}
-        given |= {"--tokenizer": tokenizer, "--quantise": quantise, "--separate": separate or None, "--limit": limit}
-        given |= {"--tasks-folder": tasks_folder, "--download": download or None}
-        given |= {"--backend": None if backend == "builtin" else backend}
-        if named := next((name for name, value in given.items() if value is not None), None):
-            raise ValueError(f"{named} is not for a network of images, which {model} holds; leave it out")
+        if given := first_given(context, but=("model", "corpus", "device", "precision", "json_file", "import_")):
+            raise ValueError(f"{given} is not for a network of images, which {model} holds; leave it out")
         _images(model, corpus, device, precision, json_file)
         return
     if length is not None and length < 1:
