@@ -50,7 +50,7 @@ def writing(path: Path, then: str = RUN_AGAIN, *, room: str = "free some space",
 def reading(path: Path | str, advice: str = "", *, what: str = _DAMAGED) -> Generator[None]:
     """Turn whatever goes wrong with what a file holds into one line that names the file, once.
 
-    For the few lines that make values of a file's content, where any error is the content's. advice: what to do.
+    Put only lines in it that make values of the file's content: any error counts as the content's. advice: what to do.
     """
     end = f"; {advice}" if advice else ""
     try:

@@ -148,7 +148,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder; an error that says how far the folder has come if there is none."""
+    """The manifest of a prepared folder. Without one the error says whether the folder is unfinished or another's."""
     path = folder / MANIFEST
     if not path.is_file():
         started = (folder / "options.json").is_file()
@@ -172,7 +172,7 @@ def holds_images(folder: str | Path) -> bool:
 
 
 def fingerprint(folder: str | Path) -> str | None:
-    """A short name for the very tokens of a prepared folder; None where there is no manifest."""
+    """A short name for the tokens of a prepared folder, by their hashes; None where there is no manifest."""
     path = Path(folder) / MANIFEST
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else None
 

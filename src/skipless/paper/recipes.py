@@ -135,9 +135,10 @@ def plan(experiment: str | Path | Experiment, data: str | Path | None = None) ->
 
 
 def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from the sizes that are asked of a mirrored recipe, by dotted names: its rate from the depth, as
-    rate·depth stays, and heads of 64 from the width, with the recipe's share of readers. Nothing where that is asked
-    for too, or for other recipes.
+    """Fields of a mirrored recipe that follow from the sizes in `values`, by their dotted names; none for others.
+
+    The rate follows from the depth, so that rate·depth stays. Heads, 64 wide, follow from the width, and readers keep
+    the recipe's share of them. A field that `values` names does not follow.
     """
     found: dict[str, Any] = {}
     if not recipe.name.startswith("mirrored-"):

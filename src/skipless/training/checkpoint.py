@@ -104,8 +104,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the state after `step` updates into folder/step-00…; all processes must call it and share the folder.
 
-    `extra` is JSON that load_checkpoint gives back. A kill at any moment leaves the older checkpoints or also the new
-    one. Then the newest `keep` stay; later steps than this one, which a run resumed further back left behind, go.
+    `extra` is JSON that load_checkpoint gives back. A kill at any moment leaves the older checkpoints, or these and the
+    new one. Afterwards the newest `keep` stay; those of later steps, left by a run that was resumed further back, go.
     OSError, in one line, if the disk is full; older checkpoints are then as they were.
     """
     if keep < 1:

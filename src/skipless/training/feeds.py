@@ -125,7 +125,7 @@ def open_feed(experiment: Experiment, world: World) -> Feed:
 
 
 def check_images(model: ModelConfig, store: ImageStore, advice: str) -> None:
-    """Refuse a network that is not of the store's images; advice may speak of the {name} and {value} that would be."""
+    """Refuse a network that is not of the store's images. In advice {name} is the field, {value} what it should be."""
     manifest, folder = store.manifest, store.folder
     assert model.images is not None
     pairs = {

@@ -125,8 +125,8 @@ class RunFolder:
     def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
         """Drop lines after the checkpoint's step, so that the log becomes that of a run without interruption.
 
-        None, for no checkpoint, drops all, and `due` the losses of other steps, which a run logs only as it stops. So
-        lines of step s are to be logged before the checkpoint of step s.
+        step None: there is no checkpoint, and all lines go. due: losses of other steps than these go too, since a run
+        logs them only as it stops. Log the lines of step s before its checkpoint.
         """
 
         def stays(record: dict[str, Any]) -> bool:
