@@ -214,19 +214,16 @@ def sample(weights: Path, tokens: int, seed: int) -> str:
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-Out = Annotated[Path, typer.Option(help="Where everything goes.")]
-Steps = Annotated[int | None, typer.Option(help="Steps of each network; the default takes minutes on two cores.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the generated text.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier demo left in --out, and start over.")]
-
-
 def command(
-    out: Out = Path("skipless-demo"),
-    steps: Steps = None,
-    seed: Seed = 0,
-    device: Device = None,
-    fresh: Fresh = False,
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("skipless-demo"),
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each network; the default takes minutes on two cores.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the generated text.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete what an earlier demo left in --out, and start over.")
+    ] = False,
 ) -> None:
     """Train 36 blocks without skips or norms on Python's standard library, beside Pre-LN and standard attention.
 

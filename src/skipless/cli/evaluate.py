@@ -52,46 +52,34 @@ def _option(text: str, panel: str, *names: str):
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
 
 
-Model = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one written by save_pretrained.")]
-Corpus = Annotated[
-    str | None, _option("A file, folder, glob, prepared folder or named corpus (the run's own data).", _TEXT)
-]
-Stride = Annotated[int | None, _option("Tokens scored per window; fewer give each more context (all).", _TEXT)]
-Separate = Annotated[bool, _option("Score each document by itself, not joined as in training.", _TEXT, "--separate")]
-MaxTokens = Annotated[int | None, _option("Tokens of text to score (all).", _TEXT)]
-Tasks = Annotated[str | None, _option("boolq,hellaswag,winogrande,piqa,siqa, or all.", _TASKS)]
-TasksFolder = Annotated[Path | None, _option("Folder of the tasks' .jsonl files, plain or packed.", _TASKS)]
-Limit = Annotated[int | None, _option("Questions per task (all).", _TASKS)]
-BackendName = Annotated[Backend, _option("Our own scorer (builtin), or lm-eval.", _TASKS)]
-Quantise = Annotated[
-    str | None, _option("Round the blocks' matrices: int8, int8-weights, int4-weights, nf4, fp8, … (not).", _HOW)
-]
-Length = Annotated[int | None, _option("Tokens the model sees at once (its training length).", _HOW)]
-TokenizerName = Annotated[str | None, _option("A .model file, prepared folder or 'bytes' (the model's own).", _HOW)]
-Device = Annotated[str | None, _option("cpu, cuda, … (a GPU where there is one).", _HOW)]
-PrecisionName = Annotated[Precision | None, _option("bf16, fp16 or fp32 (bf16 on a GPU).", _HOW)]
-Download = Annotated[bool, _option("Allow the network, for data on the hub.", _HOW, "--download")]
-JsonFile = Annotated[Path | None, _option("Results as data; - is standard output.", _HOW, "--json")]
-
-
 def command(
     context: typer.Context,
-    model: Model,
-    corpus: Corpus = None,
-    stride: Stride = None,
-    separate: Separate = False,
-    max_tokens: MaxTokens = None,
-    tasks: Tasks = None,
-    tasks_folder: TasksFolder = None,
-    limit: Limit = None,
-    backend: BackendName = "builtin",
-    length: Length = None,
-    tokenizer: TokenizerName = None,
-    device: Device = None,
-    precision: PrecisionName = None,
-    quantise: Quantise = None,
-    download: Download = False,
-    json_file: JsonFile = None,
+    model: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one written by save_pretrained.")],
+    corpus: Annotated[
+        str | None, _option("A file, folder, glob, prepared folder or named corpus (the run's own data).", _TEXT)
+    ] = None,
+    stride: Annotated[
+        int | None, _option("Tokens scored per window; fewer give each more context (all).", _TEXT)
+    ] = None,
+    separate: Annotated[
+        bool, _option("Score each document by itself, not joined as in training.", _TEXT, "--separate")
+    ] = False,
+    max_tokens: Annotated[int | None, _option("Tokens of text to score (all).", _TEXT)] = None,
+    tasks: Annotated[str | None, _option("boolq,hellaswag,winogrande,piqa,siqa, or all.", _TASKS)] = None,
+    tasks_folder: Annotated[Path | None, _option("Folder of the tasks' .jsonl files, plain or packed.", _TASKS)] = None,
+    limit: Annotated[int | None, _option("Questions per task (all).", _TASKS)] = None,
+    backend: Annotated[Backend, _option("Our own scorer (builtin), or lm-eval.", _TASKS)] = "builtin",
+    length: Annotated[int | None, _option("Tokens the model sees at once (its training length).", _HOW)] = None,
+    tokenizer: Annotated[
+        str | None, _option("A .model file, prepared folder or 'bytes' (the model's own).", _HOW)
+    ] = None,
+    device: Annotated[str | None, _option("cpu, cuda, … (a GPU where there is one).", _HOW)] = None,
+    precision: Annotated[Precision | None, _option("bf16, fp16 or fp32 (bf16 on a GPU).", _HOW)] = None,
+    quantise: Annotated[
+        str | None, _option("Round the blocks' matrices: int8, int8-weights, int4-weights, nf4, fp8, … (not).", _HOW)
+    ] = None,
+    download: Annotated[bool, _option("Allow the network, for data on the hub.", _HOW, "--download")] = False,
+    json_file: Annotated[Path | None, _option("Results as data; - is standard output.", _HOW, "--json")] = None,
 ) -> None:
     """Evaluate a trained model on text and on zero-shot tasks.
 

@@ -43,62 +43,46 @@ def _option(text: str, panel: str, *names: str, **more):
 
 
 _NETWORK, _SIGNAL, _OUTPUT = "Network", "Input", "Output"
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A figure, a scheme or a preset; --list names them.")]
-Depth = Annotated[int | None, _option("Blocks (100; presets and fig6: their own).", _NETWORK)]
-Gamma = Annotated[float | None, _option("E-SPA's final decay rate γ_L (0.005).", _NETWORK)]
-Rho = Annotated[float | None, _option("U-SPA's final correlation ρ_L (0.8).", _NETWORK)]
-SkipText = Annotated[
-    str | None, _option("Attention skip: α (then β² = 1−α²) or α,β; 1,1 is the usual one.", _NETWORK, metavar="α[,β]")
-]
-MlpSkip = Annotated[str | None, _option("MLP skip, written likewise.", _NETWORK, metavar="α[,β]")]
-NormName = Annotated[NormPlacement | None, _option("Where RMSNorm stands.", _NETWORK)]
-Activation = Annotated[
-    str | None, _option("MLPs with dks-gelu, tat-leaky_relu, gelu, …; none is attention-only.", _NETWORK)
-]
-Mirrored = Annotated[
-    bool | None, _option("MLPs of mirrored pairs: at the start rotations, at any width.", _NETWORK, "--mirrored")
-]
-CalibrationName = Annotated[Calibration | None, _option("SPA's constants: the paper's, or ours.", _NETWORK)]
-Set = Annotated[list[str] | None, _option("Any field of the scheme: --set gamma_final=0.2.", _NETWORK, "--set")]
-Length = Annotated[int | None, _option("Locations T (100).", _SIGNAL)]
-Rate = Annotated[float | None, _option("P(two locations hold the same token).", _SIGNAL)]
-InputName = Annotated[
-    InputKind | None,
-    _option("One sampled sequence (default), or the mean kernel.", _SIGNAL, "--input"),
-]
-Seed = Annotated[int | None, _option("Which sequence is sampled (0).", _SIGNAL)]
-Blocks = Annotated[str | None, _option("Blocks to show, e.g. 0,1,10,100; 0 is the input.", _OUTPUT)]
-FigureFile = Annotated[
-    Path | None, _option("Where the figure goes: .png, .pdf or .svg (skipless-kernels/NAME.png).", _OUTPUT)
-]
-NoFigure = Annotated[bool, _option("Print only.", _OUTPUT, "--no-figure")]
-JsonFile = Annotated[Path | None, _option("Everything as data; - is standard output.", _OUTPUT, "--json")]
-Check = Annotated[bool, _option("Exit with 1 if a network loses the signal.", _OUTPUT, "--check")]
-List = Annotated[bool, _option("Print all names and stop.", _OUTPUT, "--list")]
 
 
 def command(
-    name: Name = "fig7",
-    depth: Depth = None,
-    gamma_final: Gamma = None,
-    rho_final: Rho = None,
-    skip: SkipText = None,
-    mlp_skip: MlpSkip = None,
-    norm: NormName = None,
-    activation: Activation = None,
-    mirrored: Mirrored = None,
-    calibration: CalibrationName = None,
-    set_: Set = None,
-    length: Length = None,
-    repeat_rate: Rate = None,
-    input_kind: InputName = None,
-    seed: Seed = None,
-    blocks: Blocks = None,
-    figure: FigureFile = None,
-    no_figure: NoFigure = False,
-    json_file: JsonFile = None,
-    check: Check = False,
-    list_names: List = False,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A figure, a scheme or a preset; --list names them.")
+    ] = "fig7",
+    depth: Annotated[int | None, _option("Blocks (100; presets and fig6: their own).", _NETWORK)] = None,
+    gamma_final: Annotated[float | None, _option("E-SPA's final decay rate γ_L (0.005).", _NETWORK)] = None,
+    rho_final: Annotated[float | None, _option("U-SPA's final correlation ρ_L (0.8).", _NETWORK)] = None,
+    skip: Annotated[
+        str | None,
+        _option("Attention skip: α (then β² = 1−α²) or α,β; 1,1 is the usual one.", _NETWORK, metavar="α[,β]"),
+    ] = None,
+    mlp_skip: Annotated[str | None, _option("MLP skip, written likewise.", _NETWORK, metavar="α[,β]")] = None,
+    norm: Annotated[NormPlacement | None, _option("Where RMSNorm stands.", _NETWORK)] = None,
+    activation: Annotated[
+        str | None, _option("MLPs with dks-gelu, tat-leaky_relu, gelu, …; none is attention-only.", _NETWORK)
+    ] = None,
+    mirrored: Annotated[
+        bool | None, _option("MLPs of mirrored pairs: at the start rotations, at any width.", _NETWORK, "--mirrored")
+    ] = None,
+    calibration: Annotated[Calibration | None, _option("SPA's constants: the paper's, or ours.", _NETWORK)] = None,
+    set_: Annotated[
+        list[str] | None, _option("Any field of the scheme: --set gamma_final=0.2.", _NETWORK, "--set")
+    ] = None,
+    length: Annotated[int | None, _option("Locations T (100).", _SIGNAL)] = None,
+    repeat_rate: Annotated[float | None, _option("P(two locations hold the same token).", _SIGNAL)] = None,
+    input_kind: Annotated[
+        InputKind | None,
+        _option("One sampled sequence (default), or the mean kernel.", _SIGNAL, "--input"),
+    ] = None,
+    seed: Annotated[int | None, _option("Which sequence is sampled (0).", _SIGNAL)] = None,
+    blocks: Annotated[str | None, _option("Blocks to show, e.g. 0,1,10,100; 0 is the input.", _OUTPUT)] = None,
+    figure: Annotated[
+        Path | None, _option("Where the figure goes: .png, .pdf or .svg (skipless-kernels/NAME.png).", _OUTPUT)
+    ] = None,
+    no_figure: Annotated[bool, _option("Print only.", _OUTPUT, "--no-figure")] = False,
+    json_file: Annotated[Path | None, _option("Everything as data; - is standard output.", _OUTPUT, "--json")] = None,
+    check: Annotated[bool, _option("Exit with 1 if a network loses the signal.", _OUTPUT, "--check")] = False,
+    list_names: Annotated[bool, _option("Print all names and stop.", _OUTPUT, "--list")] = False,
 ) -> None:
     """Follow a signal through a deep network at initialisation: where it survives, and where it dies.
 
