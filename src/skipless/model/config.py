@@ -136,13 +136,9 @@ class ModelConfig:
         _check_kinds(self)
         for name, value in _whole_numbers(self).items():
             object.__setattr__(self, name, value)
-        defaults = {
-            "kv_heads": self.heads if self.kv_heads is None else self.kv_heads,
-            "hidden": 4 * self.width if self.hidden is None else self.hidden,
-            "query_key": self.query_key or ("zero-query" if self.preserves_signal else "normal"),
-        }
-        for name, value in defaults.items():
-            object.__setattr__(self, name, value)
+        for name, (_, value) in self._derived().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         check_own(self)
         _check_sizes(self)
         _check_choices(self)
@@ -221,15 +217,18 @@ class ModelConfig:
             changes.setdefault("length", images.length)
         if "activation" not in changes and (name := _shaped_name(self, changes)):
             changes["activation"] = None if name == "dks-gelu" else name  # which None stands for
-        derived = {
+        for name, (source, default) in self._derived().items():
+            if source in changes and name not in changes and getattr(self, name) == default:
+                changes[name] = None
+        return dataclasses.replace(self, **changes)
+
+    def _derived(self) -> dict[str, tuple[str, Any]]:
+        """Of each field that is None unless given: the field that it follows from, and its value then."""
+        return {
             "hidden": ("width", 4 * self.width),
             "kv_heads": ("heads", self.heads),
             "query_key": ("scheme", "zero-query" if self.preserves_signal else "normal"),
         }
-        for name, (source, default) in derived.items():
-            if source in changes and name not in changes and getattr(self, name) == default:
-                changes[name] = None
-        return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; the scheme carries its kind."""

@@ -273,15 +273,10 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
     valid = [line["valid_loss"] for line in metrics if line.get("valid_loss") is not None]
     right = [line["valid_accuracy"] for line in metrics if line.get("valid_accuracy") is not None]
     accuracy = {"accuracy": 100.0 * right[-1]} if right and diverged is None else {}
+    own = ("key", "arm", "scale", "rate", "seed", "multiple", "measure", "embedding_rate")
     return Record(
-        key=run.key,
+        **{name: getattr(run, name) for name in own},
         item=run.table,
-        arm=run.arm,
-        scale=run.scale,
-        rate=run.rate,
-        seed=run.seed,
-        multiple=run.multiple,
-        measure=run.measure,
         steps=train.steps,
         train_loss=math.inf if diverged is not None else final_loss(metrics, train.ema, train.steps),
         valid_loss=valid[-1] if valid and diverged is None else math.inf,
@@ -292,7 +287,6 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
         measures={**outcome.get("measures", {}), **accuracy},
         kernels=dict(outcome.get("kernels", {})),
         by_block=dict(outcome.get("by_block", {})),
-        embedding_rate=run.embedding_rate,
     )
 
 
