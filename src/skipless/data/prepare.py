@@ -242,7 +242,7 @@ class Folder:
     def reopen(self) -> None:
         """Turn a finished folder back into an unfinished one, for shards that have gone missing."""
         manifest = read_manifest(self.path)
-        lines = [{"tokenizer": asdict(manifest.tokenizer)}, *(section.to_json() for section in manifest.sections)]
+        lines = [{"tokenizer": asdict(manifest.tokenizer)}, *map(asdict, manifest.sections)]
         Journal(self.path / JOURNAL).replace(lines)
         (self.path / MANIFEST).unlink()
 
@@ -256,7 +256,7 @@ class Folder:
         """Finished sections by index, whether or not their files are still there."""
         with reading(self.path / JOURNAL, _FORCE):
             lines = read_lines(self.path / JOURNAL)
-            found = [Section.from_json(line) for line in lines if "index" in line]
+            found = [build(Section, line, "a section", "section.") for line in lines if "index" in line]
         return {section.index: section for section in found}
 
     def present(self, section: Section) -> bool:
@@ -379,7 +379,7 @@ def _write(folder: Folder, stream, stop: int | None, progress: Progress) -> Iter
             rate = tokens / max(time.monotonic() - began, 1e-9)
             progress.show(f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.1f}M/s")
             if section is not None:
-                folder.note(section.to_json())
+                folder.note(asdict(section))
                 yield section
                 if section.last or section.index + 1 == stop:
                     return

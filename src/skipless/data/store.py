@@ -61,13 +61,6 @@ class Section:
     last: bool
     shards: tuple[Shard, ...]
 
-    def to_json(self) -> dict:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Any) -> "Section":
-        return build(cls, values, "a section", "section.")
-
 
 @dataclass(frozen=True)
 class Split:
@@ -130,15 +123,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Sorted and without dates: equal content, equal bytes."""
-        values = {
-            "format": FORMAT,
-            "options": self.options,
-            "tokenizer": asdict(self.tokenizer),
-            "dtype": self.dtype,
-            "splits": {name: vars(split) for name, split in self.splits.items()},
-            "sections": [section.to_json() for section in self.sections],
-        }
-        return json.dumps(values, indent=1, sort_keys=True) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, values: Any) -> "Manifest":
