@@ -320,9 +320,13 @@ def leads_inside(name: str) -> bool:
 
 def size_and_hash(path: Path) -> list[int | str]:
     """What hashes.json notes of a file."""
+    return [path.stat().st_size, hash_of(path)]
+
+
+def hash_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
     with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return [path.stat().st_size, sha256]
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(values: Any) -> str:

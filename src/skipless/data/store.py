@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, token_dtype
-from skipless.files import WholeFile, mapping, read_json, reading, write_whole, writing
+from skipless.files import WholeFile, hash_of, mapping, read_json, reading, write_whole, writing
 from skipless.schema import build
 
 if TYPE_CHECKING:
@@ -378,7 +378,5 @@ def verify_shards(folder: Path, shards: "Sequence[Shard | ImageFile]", trust: bo
 def check_hash(folder: Path, shard: "Shard | ImageFile") -> None:
     """Refuse a shard whose content is not what was written."""
     path = folder / shard.file
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != shard.sha256:
+    if hash_of(path) != shard.sha256:
         raise ValueError(f"{path} is damaged (its SHA-256 is not the manifest's): {REMAKE}")

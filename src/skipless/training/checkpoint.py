@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 
 from skipless.files import (
     digest,
+    hash_of,
     mapping,
     part_of,
     read_json,
@@ -290,8 +291,7 @@ def _flushed(path: Path) -> tuple[int, str]:
 
 def _sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hash_of(path)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
 
