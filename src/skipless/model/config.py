@@ -134,8 +134,9 @@ class ModelConfig:
 
     def __post_init__(self):
         _check_kinds(self)
-        for name, value in _whole_numbers(self).items():
-            object.__setattr__(self, name, value)
+        for name in _LEAST:  # as Python's integers: numpy's are no JSON, and 36.0 blocks cannot be counted
+            if (value := getattr(self, name)) is not None or name not in ("kv_heads", "hidden"):
+                object.__setattr__(self, name, _whole(name, value))
         for name, (_, value) in self._derived().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -357,13 +358,6 @@ def _check_kinds(config: ModelConfig) -> None:
             raise ValueError(f"{name} is {value!r}; it must be a Skip, such as Skip.normalised(0.98)")
     if not isinstance(config.images, Images | None):
         raise ValueError(f"images is {config.images!r}; it must be Images(…), or None for tokens")
-
-
-def _whole_numbers(config: ModelConfig) -> dict[str, int]:
-    """All sizes that were given, as Python's integers: numpy's are no JSON, and 36.0 blocks cannot be counted."""
-    given = {name: getattr(config, name) for name in _LEAST}
-    derived = ("kv_heads", "hidden")
-    return {name: _whole(name, value) for name, value in given.items() if not (value is None and name in derived)}
 
 
 def _whole(name: str, value: Any) -> int:

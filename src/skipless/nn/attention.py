@@ -142,7 +142,10 @@ class ShapedAttention(nn.Module):
 
         With readers W_O multiplies their heads alone, and the product is added to the other heads.
         """
-        mixed = self._with_own_values(mixed, v).transpose(1, 2).flatten(2).to(dtype)
+        if self.value_gains is not None and self.attention_gains is not None:
+            own = v.repeat_interleave(self.heads // v.shape[1], dim=1)
+            mixed = self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
+        mixed = mixed.transpose(1, 2).flatten(2).to(dtype)
         if not self.options.readers:
             return project(mixed, self.output)[0]
         carried, read = mixed.split([self.query.in_features, self.output.in_features], dim=-1)
@@ -220,13 +223,6 @@ class ShapedAttention(nn.Module):
         v = torch.cat([x.to(k.dtype), v], dim=-1) if self.options.readers else v
         q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (q, k, v.to(k.dtype)))
         return q, k, v, qkv if self.value_gains is None and k.shape[1] == v.shape[1] else None
-
-    def _with_own_values(self, mixed: Tensor, v: Tensor) -> Tensor:
-        """Value-SkipInit's αV + β·mixed; for other shapes mixed as it is."""
-        if self.value_gains is None or self.attention_gains is None:
-            return mixed
-        own = v.repeat_interleave(self.heads // v.shape[1], dim=1)
-        return self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
 
     def _default_positions(self, x: Tensor) -> Positions:
         if self.options.position != "rope":

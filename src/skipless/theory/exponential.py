@@ -66,16 +66,6 @@ class ExponentialStep:
         """λ = a(γ')/a(γ), the diagonal of A from location 1 on. App. C, App. F."""
         return 1.0 / (1.0 + self.excess)
 
-    @property
-    def log_gap(self) -> float:
-        """log(1−e^{−Δ}): the bias of every earlier location relative to one's own, at distance 0."""
-        return float(np.log(self.gap))
-
-    @property
-    def log_first_gap(self) -> float:
-        """log(1−e^{−Δ} + 1/λ−1): the same for location 0, which stands for all that came before it."""
-        return float(np.log(self.gap + self.excess))
-
 
 def mean_diagonal(gamma: float, repeat_rate: float, length: int) -> np.ndarray:
     """D̄ = diag(L Σ̄_0 Lᵀ), Σ̄_0 = (1−r)I + r11ᵀ: the mean squared norm per location. App. B.
@@ -105,11 +95,12 @@ def row_sums(step: ExponentialStep, repeat_rate: float, length: int) -> np.ndarr
 def log_columns(step: ExponentialStep, repeat_rate: float, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(column, diagonal) of the bias, up to a constant per row: B_ij = −γ'(i−j) + column_j, B_ii = diagonal_i.
 
-    diagonal = ½ log D̄_in; column = diagonal + log(1−e^{−Δ}), and for location 0 its boosted counterpart.
+    diagonal = ½ log D̄_in; column = diagonal + log(1−e^{−Δ}), and + log(1−e^{−Δ} + 1/λ−1) for location 0, which stands
+    for all that came before it.
     """
     diagonal = 0.5 * np.log(mean_diagonal(step.gamma_in, repeat_rate, length))
-    column = diagonal + step.log_gap
-    column[0] = diagonal[0] + step.log_first_gap
+    column = diagonal + np.log(step.gap)
+    column[0] = diagonal[0] + np.log(step.gap + step.excess)
     return column, diagonal
 
 

@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import has_magic
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -255,16 +255,11 @@ def _text_windows(
     if windowing.separate:
         rows = (row for tokens in documents for row in token_windows([start, tokens], length, stride))
     else:
-        rows = token_windows(_after(start, documents), length, stride)
+        rows = token_windows(chain([start], documents), length, stride)
     while pool := list(islice(rows, _POOL * max(1, windowing.batch_tokens // length))):
         for _, windows in padded_batches(pool, windowing.batch_tokens, few_sizes):
             packed = windowing.packed and not windowing.separate
             yield replace(windows, documents=_document_ids(windows.tokens, end)) if packed else windows
-
-
-def _after(start: np.ndarray, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    yield start
-    yield from pieces
 
 
 def _document_ids(tokens: Tensor, end: int) -> Tensor:
