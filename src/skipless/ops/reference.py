@@ -107,8 +107,8 @@ _CHUNK = 64
 def initial_attention(shape: AttentionShape, values: Tensor) -> Tensor:
     """A @ values for values (…, T, d), in time and memory O(T), differentiable. float64 inside, values' dtype outside.
 
-    ExponentialShape is a first-order filter along locations, UniformShape two running sums (He et al. 2023, Thm 3 and
-    Thm 1, with the closed forms of `theory.exponential.apply` and `theory.uniform.apply`).
+    ExponentialShape is a first-order filter along locations, UniformShape two running sums. He et al. 2023, Thm 3 and
+    Thm 1. The oracle at lengths of which no matrix can be made.
     """
     exact = values.to(torch.float64)
     if isinstance(shape, ExponentialShape):

@@ -114,20 +114,6 @@ def attention(step: ExponentialStep, repeat_rate: float, length: int) -> np.ndar
     return step.lam * dense * root_in[None, :] / root_out[:, None]
 
 
-def apply(step: ExponentialStep, repeat_rate: float, values: np.ndarray) -> np.ndarray:
-    """A @ values for values shaped (…, T, d) in O(T d): a first-order filter along locations, an oracle at any T.
-
-    x = √D̄_in · v;  y_0 = x_0, y_t = e^{−γ'} y_{t−1} + λ (x_t − e^{−γ} x_{t−1});  out = y / √D̄_out.
-    """
-    length = values.shape[-2]
-    scaled = values * np.sqrt(mean_diagonal(step.gamma_in, repeat_rate, length))[:, None]
-    drive = scaled.copy()
-    drive[..., 1:, :] -= np.exp(-step.gamma_in) * scaled[..., :-1, :]
-    drive[..., 1:, :] *= step.lam
-    filtered = _decaying_sum(np.moveaxis(drive, -2, 0), float(np.exp(-step.gamma_out)))
-    return np.moveaxis(filtered, 0, -2) / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))[:, None]
-
-
 def converged_length(step: ExponentialStep) -> int:
     """The number of locations after which column, diagonal and row sums are constant to float64 rounding."""
     return int(np.ceil(_CONVERGED / step.gamma_out)) + 2
@@ -149,8 +135,8 @@ def _mean_diagonal_increments(gamma: float, repeat_rate: float, length: int) -> 
     return repeat_rate * step * (m[1:] + m[:-1])
 
 
-def _decaying_sum(drive: Iterable, decay: float) -> np.ndarray:
-    """y_0 = x_0, y_n = x_n + decay·y_{n−1} along `drive`: a first-order filter."""
+def _decaying_sum(drive: Iterable[float], decay: float) -> np.ndarray:
+    """y_0 = x_0, y_n = x_n + decay·y_{n−1}: a first-order filter, as scipy.signal's, which is slow to import."""
     return np.array(list(accumulate(drive, lambda y, x: x + decay * y)))
 
 
