@@ -123,7 +123,9 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
     return same[:3] or get_close_matches(name, known, n=3, cutoff=cutoff)
 
 
-def print_table(console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
+def print_table(
+    console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+) -> None:
     """A ruled table in a terminal, aligned plain text elsewhere. Numbers to the right; styles colour last cells."""
     if not console.is_terminal:
         print_text(console, text_table(head, rows))
@@ -134,7 +136,7 @@ def print_table(console: "Console", head: Sequence[str], rows: Sequence[Sequence
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column, title in enumerate(head):
         table.add_column(title, justify="right" if _numeric(rows, column) else "left")
-    for row, style in zip(rows, styles, strict=True):
+    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
         table.add_row(*map(Text, row[:-1]), Text(row[-1], style=style))
     console.print(table)
 

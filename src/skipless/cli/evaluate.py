@@ -172,7 +172,7 @@ def _print_classes(results: "list[ClassResult]") -> None:
     console = Console()
     print()
     head, rows = class_table(results)
-    print_table(console, head, rows, [""] * len(rows))
+    print_table(console, head, rows)
     if worst := confusions(results)[:_MOST_CONFUSIONS]:
         listed = ", ".join(f"{name} for {other} ({count:,})" for name, other, count in worst)
         print_text(console, f"\nmost often taken: {listed}", wrap=True)
@@ -272,7 +272,7 @@ def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> N
             )
             for name, r in texts.items()
         ]
-        print_table(console, head, rows, [""] * len(rows))
+        print_table(console, head, rows)
     if texts and scores:
         console.print()
     if scores:
@@ -286,7 +286,7 @@ def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> N
             )
             for name, r in scores.items()
         ]
-        print_table(console, head, rows, [""] * len(rows))
+        print_table(console, head, rows)
 
 
 def _number(value: float | None) -> str:

@@ -177,13 +177,13 @@ _COLOURS = {"preserved": "green", "drift": "yellow"}
 
 @dataclass(frozen=True)
 class Report:
-    """A table (with a colour for the last cell of each row), what it shows, and the sentence that ends it."""
+    """A table, what it shows, and the sentence that ends it. styles: a colour for the last cell of each row."""
 
     head: list[str]
     rows: list[list[str]]
-    styles: list[str]
     closing: str
     legend: str = ""
+    styles: tuple[str, ...] = ()
 
 
 def report(selection: Selection, studies: Sequence[Study]) -> Report:
@@ -223,7 +223,7 @@ def _of_one(study: Study, blocks: Sequence[int]) -> Report:
     shown = sorted({*blocks, *([verdict.block] if verdict.block is not None else [])})
     rows = [_block_row(certificate.reports[block]) for block in shown]
     title = f"{study.network.label} ({', '.join(study.network.details())})"
-    return Report(head, rows, ["" for _ in rows], f"{title}: {verdict.text}")
+    return Report(head, rows, f"{title}: {verdict.text}")
 
 
 def _block_row(at: BlockReport) -> list[str]:
@@ -236,17 +236,17 @@ def _block_row(at: BlockReport) -> list[str]:
 def _of_many(studies: Sequence[Study], name: str) -> Report:
     last = studies[0].certificate.reports[-1].block
     head = ["network", "cosine", "rank", "norm² range", "gradient²", "verdict"]
-    rows, styles = [], []
+    rows = []
     for each in studies:
         at, verdict = each.certificate.reports[-1], each.certificate.verdict
         span = f"{_short(at.diagonal_min)} – {_short(at.diagonal_max)}"
         gain = _short(each.certificate.reports[0].backward_mean)
         numbers = [f"{at.mean_cosine:.4f}", f"{at.effective_rank:.1f}", span, gain]
         rows.append([each.network.label, *numbers, verdict.words])
-        styles.append(_COLOURS.get(verdict.kind, "red"))
+    styles = tuple(_COLOURS.get(each.certificate.verdict.kind, "red") for each in studies)
     legend = f"Mean cosine, effective rank and squared norms after block {last}; squared gradient norm at the input."
     closing = _drift_sentence(studies) if name == "fig6" else _sentence(studies, last)
-    return Report(head, rows, styles, closing, legend)
+    return Report(head, rows, closing, legend, styles)
 
 
 def _sentence(studies: Sequence[Study], last: int) -> str:
@@ -278,7 +278,7 @@ def _of_inputs(signals: Sequence[InputSignal]) -> Report:
         rows.append([f"{signal.repeat_rate:g}", str(distinct), f"{pairs:.4f}", f"{rank:.1f}"])
     top = rows[-1]
     closing = f"At r = {top[0]}, {signals[-1].length} locations hold {top[1]} distinct tokens: effective rank {top[3]}."
-    return Report(head, rows, ["" for _ in rows], closing)
+    return Report(head, rows, closing)
 
 
 def _short(value: float) -> str:
