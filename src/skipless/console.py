@@ -30,7 +30,7 @@ _stopped_words: list[str | None] = [None]  # what the running command says on Ct
 
 @contextmanager
 def handle_stops() -> Generator[None]:
-    """In here Ctrl-C ends an import at once: unwinding it could be swallowed by a library, or end in a traceback.
+    """While open, Ctrl-C ends an import at once: a library could swallow the exception, or fail with a traceback.
 
     Elsewhere it is a KeyboardInterrupt as usual. SIGTERM, by which clusters and `timeout` stop a program, is the same.
     A process that ignores a signal goes on ignoring it. One that torchrun has started leaves SIGTERM alone: it may be
@@ -156,7 +156,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same for a notebook."""
+    """A table for a notebook."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"

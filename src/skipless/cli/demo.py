@@ -166,7 +166,7 @@ def shown_blocks(depth: int) -> list[int]:
 
 
 def _cosines(states: np.ndarray) -> np.ndarray:
-    """Of (depth + 1, T, T) kernels; NaN where a norm is zero or not finite."""
+    """The cosines of (depth + 1, T, T) kernels; NaN where a norm is zero or not finite."""
     norms = np.sqrt(np.diagonal(states, axis1=1, axis2=2))
     with np.errstate(divide="ignore", invalid="ignore"):
         return states / (norms[:, :, None] * norms[:, None, :])

@@ -56,7 +56,7 @@ class KernelsArguments:
     assignments: tuple[str, ...] | None = None
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the named options that were given."""
+        """The values of these options, if they were given."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

@@ -57,7 +57,7 @@ class ImageBatch:
         return ImageBatch(*map(change, self.tensors), *([None] if self.moves is None else []), self.crop)
 
     def to(self, device: torch.device | str) -> "ImageBatch":
-        """On a device; from pinned memory the copy does not wait."""
+        """The batch on a device; from pinned memory the copy does not wait."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 

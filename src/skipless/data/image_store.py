@@ -145,7 +145,7 @@ class ImageStore:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of an image: channels, rows, columns."""
+        """Channels, rows and columns of an image."""
         return self.manifest.channels, self.manifest.side, self.manifest.side
 
     def gather(self, numbers: np.ndarray, rows: np.ndarray) -> None:

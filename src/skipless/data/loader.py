@@ -98,7 +98,7 @@ class Shuffle:
         return np.arange(first, first + share)
 
     def at(self, step: int) -> np.ndarray:
-        """Their numbers, (batch_size / world,)."""
+        """The numbers of the samples that this rank sees at `step`, (batch_size / world,)."""
         samples = self.samples(step)
         epochs, positions = np.divmod(samples, self.size)
         found = np.empty(len(samples), dtype=np.int64)
@@ -142,7 +142,7 @@ class Batch:
         return Batch(change(self.tokens), None if self.documents is None else change(self.documents))
 
     def to(self, device: torch.device | str) -> "Batch":
-        """On a device; from pinned memory the copy does not wait."""
+        """The batch on a device; from pinned memory the copy does not wait."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 

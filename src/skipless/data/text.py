@@ -85,7 +85,7 @@ class HubPart:
         """Not known beforehand."""
 
     def fingerprint(self) -> str:
-        """By name: the hub's files are taken as published."""
+        """A hash of the name: the hub's files are taken as published."""
         return hashlib.sha256(repr((DATASETS[self.dataset], self.split)).encode()).hexdigest()
 
 

@@ -221,7 +221,7 @@ class FileTokenizer:
     path: Path
 
     def describe(self) -> dict:
-        """By content, not by path."""
+        """The file by its content, not by its path."""
         with named_errors(self.path):
             return {"kind": "file", "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest()}
 

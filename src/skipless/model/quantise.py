@@ -97,7 +97,7 @@ QUANTISATIONS = {
 
 
 def quantisation(name: str) -> Quantisation:
-    """By name; ValueError names the nearest."""
+    """The quantisation of this name; ValueError names the nearest."""
     if name not in QUANTISATIONS:
         raise ValueError(f"there is no quantisation {name!r}; {nearest(name, QUANTISATIONS)}")
     return QUANTISATIONS[name]

@@ -64,7 +64,7 @@ def joint_layers(*layers: nn.Module) -> tuple[nn.Linear, ...]:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Of x times a matrix: x's own, or autocast's where it is on, which leaves float64 alone."""
+    """The dtype of x times a matrix: x's own, or autocast's where it is on, which leaves float64 alone."""
     kind = x.device.type
     lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if lowered else x.dtype

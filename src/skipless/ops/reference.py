@@ -79,7 +79,7 @@ def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:
 
 
 def backends_with_bias(q: Tensor) -> list[SDPBackend] | None:
-    """Those of torch's kernels that may add a bias to the scores of q; None on a CPU, where torch chooses.
+    """The kernels of torch that may add a bias to the scores of q; None on a CPU, where torch chooses.
 
     Never cuDNN's. It reads a float32 bias as if it were q's half precision, and gives wrong numbers (pytorch#191612);
     and from torch 2.11 on its dq is NaN where T % 128 = 64 and a row's log-sum-exp is below −88 (pytorch#196678).

@@ -145,13 +145,13 @@ Facts = Text | ImageSet
 
 
 def facts_of(values: Mapping[str, Any]) -> Facts:
-    """Those of a record; ValueError where they are none."""
+    """The facts that a record holds; ValueError where they are none."""
     kind = ImageSet if "classes" in values else Text
     return build(kind, dict(values), "text", "text.")
 
 
 def _entropy(counts: np.ndarray) -> float:
-    """In nats, to four decimals, of drawing by these counts."""
+    """The entropy of drawing by these counts, in nats to four decimals."""
     shares = counts[counts > 0] / counts.sum()
     return round(float(-(shares * np.log(shares)).sum()), 4)
 

@@ -129,7 +129,7 @@ def run_key(experiment: Experiment, text: Facts, measure: Measure = "") -> str:
 
 @functools.lru_cache(maxsize=256)
 def _essentials(model: ModelConfig) -> dict[str, Any]:
-    """Of a network, whose many runs share it."""
+    """The part of a key that the many runs of a network share."""
     return _rounded(_changed(model, model.to_dict()))
 
 

@@ -30,7 +30,7 @@ class ImageResult:
 
     @classmethod
     def of(cls, nats: float, right: float, images: float) -> "ImageResult":
-        """From sums over images, which may be sums over processes."""
+        """The result of sums over images, which may be sums over processes."""
         if not images:
             raise ValueError("no images were scored: give at least one")
         return cls(nats / images, right / images, int(images))

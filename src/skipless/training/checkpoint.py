@@ -156,7 +156,7 @@ def discard_from(folder: Path, step: int) -> None:
 
 
 def _step(path: Path) -> int:
-    """Of a checkpoint's folder, by its name: step-00000100, or with .old that which a newer one replaced."""
+    """The step of a checkpoint, by its folder's name: step-00000100, or step-00000100.old while it is replaced."""
     return int(path.name.removeprefix("step-").removesuffix(".old"))
 
 

@@ -310,7 +310,7 @@ class Experiment:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Experiment":
-        """The same of what JSON holds."""
+        """The experiment of what JSON holds."""
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
             seen = shortened(data)
             raise ValueError(f'an experiment is a mapping with a name, such as {{"name": "mine"}}, not {seen}')

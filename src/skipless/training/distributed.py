@@ -56,7 +56,7 @@ class World:
         return (self.mean(sums) * self.size).tolist()
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self.size > 1:
             dist.barrier()
 

@@ -153,7 +153,7 @@ class Probe:
         }
 
     def save(self, folder: Path) -> Path:
-        """As step-….npz, in float32."""
+        """Write it to step-….npz, in float32."""
         folder.mkdir(parents=True, exist_ok=True)
         path, file = folder / f"step-{self.step:08d}.npz", io.BytesIO()
         np.savez_compressed(file, step=self.step, states=self.states.astype(np.float32))

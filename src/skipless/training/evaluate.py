@@ -46,7 +46,7 @@ class EvalResult:
 
     @classmethod
     def of(cls, nats: float, tokens: int, size: int | None) -> "EvalResult":
-        """From sums over tokens, which may be sums over processes: nats = loss · tokens."""
+        """The result of sums over tokens, which may be sums over processes: nats = loss · tokens."""
         if not tokens:
             raise ValueError("no tokens were scored: give at least one window of two tokens")
         loss = nats / tokens
@@ -130,7 +130,7 @@ def evaluate_loss(
 
 
 def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Windows]:
-    """As many on every rank, since a sharded model must be called by all of them together; rank 0 scores the tail."""
+    """The loader's windows; equally many on every rank, since all must call a sharded model. Rank 0 scores the tail."""
     whole = loader.windows * loader.length
     most = whole + loader.length if max_tokens is None else max_tokens * loader.world
     wanted = min(-(-most // loader.length), loader.windows)
@@ -263,7 +263,7 @@ def _text_windows(
 
 
 def _document_ids(tokens: Tensor, end: int) -> Tensor:
-    """Of the inputs of rows (batch, T+1), as a loader counts them: an end token belongs to what it ends."""
+    """Document ids of the inputs of rows (batch, T+1), as a loader counts: an end token belongs to what it ends."""
     ends = (tokens[:, :-1] == end).long()
     return ends.cumsum(dim=1) - ends
 

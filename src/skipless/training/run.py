@@ -403,7 +403,7 @@ class Line:
     tokens_per_second: float
 
     def as_record(self) -> dict[str, float | int]:
-        """For metrics.jsonl. Time is left out, so that equal runs have equal logs."""
+        """The line of metrics.jsonl. Time is left out, so that equal runs have equal logs."""
         return {"step": self.step, "loss": self.loss, "ema": self.ema, "rate": self.rate, "gradient": self.gradient}
 
 
@@ -475,7 +475,7 @@ _BLOCK_OBJECTS = 20_000  # bytes; 29,000 were measured without MLPs, 44,000 with
 
 
 def _kept_numbers(experiment: Experiment, device: str) -> float:
-    """Of a token in a block, besides its input: queries and keys, readers' values and outputs, hidden units.
+    """What a block keeps of a token besides its input: queries and keys, readers' values and outputs, hidden units.
 
     Attention's weights too, where its bias is trained and no fused kernel adds it: with relative positions, and on a
     CPU with gains.

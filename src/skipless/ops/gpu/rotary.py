@@ -92,7 +92,7 @@ def _inputs(
 
 
 def _empty_gradients(qkv: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Those by `qkv` and by `values`, laid out as products are; without values the second has no entries."""
+    """Room for the gradients by `qkv` and by `values`, laid out as products are; without values the second is empty."""
     first = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     if values is None:
         return first, qkv.new_empty(0)

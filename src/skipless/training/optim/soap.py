@@ -132,7 +132,7 @@ def _check_parameter(parameter: Tensor) -> None:
 
 
 def _updates(state: dict[str, Tensor], itself: bool) -> int | None:
-    """How many a matrix has had; -1 where to look would wait for the device, None where it has not begun."""
+    """How many updates a matrix has had; -1 if reading that would wait for the device, None before the first."""
     if not state:
         return None
     return int(state["step"]) if itself else -1
