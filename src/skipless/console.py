@@ -30,11 +30,11 @@ _stopped_words: list[str | None] = [None]  # what the running command says on Ct
 
 @contextmanager
 def handle_stops() -> Generator[None]:
-    """In here Ctrl-C ends an import at once: unwinding it could be swallowed by a library, or end in a traceback.
+    """While open, Ctrl-C ends an import at once: a library could swallow the exception, or fail with a traceback.
 
     Elsewhere it is a KeyboardInterrupt as usual. SIGTERM, by which clusters and `timeout` stop a program, is the same.
-    A process that ignores a signal goes on ignoring it, and one of several that torchrun has started leaves SIGTERM
-    alone: it may be waiting for the others where Python hears nothing.
+    A process that ignores a signal goes on ignoring it. One that torchrun has started leaves SIGTERM alone: it may be
+    waiting for the others, where Python runs no handler.
     """
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     if threading.current_thread() is not threading.main_thread():
@@ -123,7 +123,9 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
     return same[:3] or get_close_matches(name, known, n=3, cutoff=cutoff)
 
 
-def print_table(console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str]) -> None:
+def print_table(
+    console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+) -> None:
     """A ruled table in a terminal, aligned plain text elsewhere. Numbers to the right; styles colour last cells."""
     if not console.is_terminal:
         print_text(console, text_table(head, rows))
@@ -134,7 +136,7 @@ def print_table(console: "Console", head: Sequence[str], rows: Sequence[Sequence
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for column, title in enumerate(head):
         table.add_column(title, justify="right" if _numeric(rows, column) else "left")
-    for row, style in zip(rows, styles, strict=True):
+    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
         table.add_row(*map(Text, row[:-1]), Text(row[-1], style=style))
     console.print(table)
 
@@ -154,7 +156,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same for a notebook."""
+    """A table for a notebook."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
@@ -311,9 +313,9 @@ def check_seed(seed: int | None, name: str = "--seed") -> None:
 
 
 def check_fits(need: float, asked: str, smaller: str, free: float | None = None) -> None:
-    """Refuse, before any work is done, what needs more bytes than are free, be it by its largest part alone.
+    """Refuse, before any work is done, what needs more bytes than are free.
 
-    smaller: what to change. free: of the device, where it is not this machine's memory.
+    need: of its largest part, at least. smaller: what to change. free: of the device, if not of this machine's memory.
     """
     free = free_memory() if free is None else free
     if need > free:
@@ -323,7 +325,7 @@ def check_fits(need: float, asked: str, smaller: str, free: float | None = None)
 
 
 def free_memory() -> float:
-    """Bytes that can be had at most, by what the kernel and a container's limit say; ∞ where nothing does."""
+    """Bytes that are free at most, by the kernel and a container's limit; ∞ where neither says."""
     bounds = [math.inf]
     with suppress(AttributeError, ValueError, OSError):  # not POSIX
         bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

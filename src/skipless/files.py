@@ -50,7 +50,7 @@ def writing(path: Path, then: str = RUN_AGAIN, *, room: str = "free some space",
 def reading(path: Path | str, advice: str = "", *, what: str = _DAMAGED) -> Generator[None]:
     """Turn whatever goes wrong with what a file holds into one line that names the file, once.
 
-    For the few lines that make values of a file's content, where any error is the content's. advice: what to do.
+    Put only lines in it that make values of the file's content: any error counts as the content's. advice: what to do.
     """
     end = f"; {advice}" if advice else ""
     try:
@@ -320,9 +320,13 @@ def leads_inside(name: str) -> bool:
 
 def size_and_hash(path: Path) -> list[int | str]:
     """What hashes.json notes of a file."""
+    return [path.stat().st_size, hash_of(path)]
+
+
+def hash_of(path: Path) -> str:
+    """The SHA-256 of a file's bytes."""
     with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return [path.stat().st_size, sha256]
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(values: Any) -> str:
@@ -356,7 +360,6 @@ class Journal:
             raise
 
     def sync(self) -> None:
-        """Flush the lines to the disk."""
         if self._file is not None:
             self._check_there()
             os.fsync(self._file.fileno())
@@ -425,8 +428,8 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
 class FolderLock:
     """The sole right to write to a folder, until `release` or the end of the process, however that ends.
 
-    ValueError says who else has it: "process 7 on host is `doing` FOLDER: `advice`". A file system without locks, as
-    some that are shared over a network, is told by a warning; the process that the lock file names is looked for there.
+    ValueError says who else has it: "process 7 on host is `doing` FOLDER: `advice`". Where the file system has no
+    locks, as some that are shared over a network, there is a warning, and the process that the lock file names counts.
     """
 
     def __init__(self, folder: Path, doing: str, advice: str = "wait for it, or use another folder"):

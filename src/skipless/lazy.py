@@ -1,5 +1,6 @@
-"""Code that is imported when it is first used, so that `import skipless` and `skipless --help` stay quick; and others'
-code, which is imported when they name it.
+"""Code that is imported when it is first used, so that `import skipless` and `skipless --help` stay quick.
+
+And the user's own code, which is imported when the user names it.
 """
 
 import functools

@@ -72,7 +72,6 @@ def check_own(instance: Any, prefix: str = "") -> None:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Types of a dataclass's fields."""
     hints = typing.get_type_hints(kind)
     return {each.name: hints[each.name] for each in dataclasses.fields(kind)}
 
@@ -87,8 +86,11 @@ def check(value: Any, hint: Any, name: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         kinds = [kind for kind in args if kind is not type(None)]
-        mixed = len(kinds) > 1
-        return value if mixed or (value is None and type(None) in args) else check(value, kinds[0], name)
+        if len(kinds) > 1 or (value is None and type(None) in args):
+            return value
+        if typing.get_origin(kinds[0]) is Literal:
+            return check_choice(value, (None, *typing.get_args(kinds[0])), name)
+        return check(value, kinds[0], name)
     if hint is Any:
         return value
     if origin is Literal:

@@ -240,8 +240,8 @@ def test_infeasible_tau_names_one_that_works():
     ("call", "message"),
     [
         (lambda: dks("gelu", 36, xi=1.0), "xi > 1"),
-        (lambda: dks("gelu", 0), "depth=0"),
-        (lambda: dks("gelu", 36, skip_weight=1.0), "skip_weight=1.0"),
+        (lambda: dks("gelu", 0), "depth is 0"),
+        (lambda: dks("gelu", 36, skip_weight=1.0), "skip_weight is 1.0"),
         (lambda: dks("relu", 36), "'leaky_relu' or a smooth"),
         (lambda: dks("identity", 36), "no constant left"),
         (lambda: dks("gleu", 36), "did you mean 'gelu'"),

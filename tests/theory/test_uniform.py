@@ -37,12 +37,6 @@ def test_long_sequences_extend_short_ones(pair):
         np.testing.assert_allclose(a, b[:20_000], rtol=1e-12)
 
 
-@given(PAIRS)
-def test_running_sums_apply_the_matrix(pair):
-    values = np.random.default_rng(0).normal(size=(2, 33, 3))
-    np.testing.assert_allclose(uniform.apply(*pair, values), uniform.attention(*pair, 33) @ values, atol=1e-12)
-
-
 @given(PAIRS, st.integers(1, 64))
 def test_non_causal_form_is_the_ratio_of_square_roots(pair, length):
     assume(pair[0] < 0.95)

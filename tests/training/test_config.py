@@ -3,8 +3,8 @@ import json
 import pytest
 
 from skipless.model.config import ModelConfig
-from skipless.model.presets import preset
-from skipless.paper.recipes import names, plan, recipe
+from skipless.model.presets import names, preset
+from skipless.paper.recipes import plan, recipe
 from skipless.theory.schemes import ExponentialSPA
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
 

@@ -21,7 +21,6 @@ from skipless.data.image_store import ImageStore
 from skipless.files import write_hashes
 from skipless.model.config import Images
 from skipless.model.transformer import Transformer
-from skipless.ops.cuda_graph import Recorder
 from skipless.paper.recipes import recipe, with_data
 from skipless.training.accuracy import by_class, class_table, confusions, evaluate_images
 from skipless.training.config import DataConfig, Experiment, TrainConfig
@@ -121,7 +120,7 @@ def test_a_killed_run_ends_as_one_that_was_not(folder, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-class Eager(Recorder):
+class Eager:
     """Stands in for CUDA: what is captured is run again."""
 
     def warm_up(self, function):

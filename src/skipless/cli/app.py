@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -86,6 +86,15 @@ def _load(name: str) -> Any:
     function = report_interrupt(import_module(f"skipless.cli.{listed.module}").command, listed.stopped)
     alone.command(name)(_with_imports(function) if listed.imports else function)
     return typer.main.get_command(alone)
+
+
+def first_given(context: typer.Context, *, but: Collection[str]) -> str | None:
+    """The first option on the command line that is not among these, whose names are those of parameters."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in but:
+            return parameter.opts[0]
+    return None
 
 
 def _import_all(names: list[str] | None) -> None:

@@ -105,7 +105,7 @@ def demo_runs(setting: Setting, seed: int = 0, table: PaperTable = DEMO) -> list
         assert arm.rate is not None
         run = make_run(table, arm, setting, arm.rate, seed)
         train = replace(run.experiment.train, probe_at=(0, run.experiment.train.steps - 1))
-        data = replace(run.experiment.data, corpus="stdlib")  # whichever Python's: an earlier demo's runs stay its own
+        data = replace(run.experiment.data, corpus="stdlib")  # of any Python, so that an earlier demo goes on
         experiment = replace(run.experiment, name=arm.name, data=data, train=train)
         runs.append(replace(run, experiment=experiment, key=run_key(experiment, setting.text), weights=True))
     return runs
@@ -166,7 +166,7 @@ def shown_blocks(depth: int) -> list[int]:
 
 
 def _cosines(states: np.ndarray) -> np.ndarray:
-    """Of (depth + 1, T, T) kernels; NaN where a norm is zero or not finite."""
+    """The cosines of (depth + 1, T, T) kernels; NaN where a norm is zero or not finite."""
     norms = np.sqrt(np.diagonal(states, axis1=1, axis2=2))
     with np.errstate(divide="ignore", invalid="ignore"):
         return states / (norms[:, :, None] * norms[:, None, :])
@@ -214,19 +214,16 @@ def sample(weights: Path, tokens: int, seed: int) -> str:
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
-Out = Annotated[Path, typer.Option(help="Where everything goes.")]
-Steps = Annotated[int | None, typer.Option(help="Steps of each network; the default takes minutes on two cores.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the generated text.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier demo left in --out, and start over.")]
-
-
 def command(
-    out: Out = Path("skipless-demo"),
-    steps: Steps = None,
-    seed: Seed = 0,
-    device: Device = None,
-    fresh: Fresh = False,
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("skipless-demo"),
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each network; the default takes minutes on two cores.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights, the batches and the generated text.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete what an earlier demo left in --out, and start over.")
+    ] = False,
 ) -> None:
     """Train 36 blocks without skips or norms on Python's standard library, beside Pre-LN and standard attention.
 
@@ -427,5 +424,5 @@ def title(rows: Sequence[DemoRow], reference: Counting) -> str:
     learned = {arm: reference.train - loss > NOTHING for arm, loss in losses.items()}
     if not learned["e-spa"] or not learned["mirrored"] or learned["standard"]:
         return f"{depth} blocks, with and without skips"
-    more = ", mirrored E-SPA more than Pre-LN" * (losses["mirrored"] < losses["pre-ln"])
+    more = ", mirrored E-SPA more than Pre-LN" if losses["mirrored"] < losses["pre-ln"] else ""
     return f"{depth} blocks without skips: standard attention learns nothing, E-SPA learns{more}"

@@ -5,17 +5,18 @@ import json
 import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from skipless import __version__
+from skipless.cli.app import first_given
 from skipless.console import check_target, print_table, print_text, say, write_output
 from skipless.data.store import MANIFEST, TokenStore, holds_images
 from skipless.data.text import DATASETS, open_corpus
 from skipless.files import DATA_MARK
+from skipless.training.config import Precision
 from skipless.training.load import LoadedModel, load_image_model, load_model, reads_images
 
 if TYPE_CHECKING:
@@ -24,19 +25,7 @@ if TYPE_CHECKING:
     from skipless.training.tasks import Question, TaskResult
 
 
-class Backend(StrEnum):
-    """Who scores the tasks."""
-
-    BUILTIN = "builtin"
-    LM_EVAL = "lm-eval"
-
-
-class Precision(StrEnum):
-    """What the model computes in."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
+Backend = Literal["builtin", "lm-eval"]  # who scores the tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +39,7 @@ class EvalOptions:
     max_tokens: int | None
     limit: int | None
     device: str
-    precision: Any
+    precision: Precision | None
     download: bool
     quantise: str | None = None
 
@@ -63,45 +52,34 @@ def _option(text: str, panel: str, *names: str):
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
 
 
-Model = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one written by save_pretrained.")]
-Corpus = Annotated[
-    str | None, _option("A file, folder, glob, prepared folder or named corpus (the run's own data).", _TEXT)
-]
-Stride = Annotated[int | None, _option("Tokens scored per window; fewer give each more context (all).", _TEXT)]
-Separate = Annotated[bool, _option("Score each document by itself, not joined as in training.", _TEXT, "--separate")]
-MaxTokens = Annotated[int | None, _option("Tokens of text to score (all).", _TEXT)]
-Tasks = Annotated[str | None, _option("boolq,hellaswag,winogrande,piqa,siqa, or all.", _TASKS)]
-TasksFolder = Annotated[Path | None, _option("Folder of the tasks' .jsonl files, plain or packed.", _TASKS)]
-Limit = Annotated[int | None, _option("Questions per task (all).", _TASKS)]
-BackendName = Annotated[Backend, _option("Our own scorer (builtin), or lm-eval.", _TASKS)]
-Quantise = Annotated[
-    str | None, _option("Round the blocks' matrices: int8, int8-weights, int4-weights, nf4, fp8, … (not).", _HOW)
-]
-Length = Annotated[int | None, _option("Tokens the model sees at once (its training length).", _HOW)]
-TokenizerName = Annotated[str | None, _option("A .model file, prepared folder or 'bytes' (the model's own).", _HOW)]
-Device = Annotated[str | None, _option("cpu, cuda, … (a GPU where there is one).", _HOW)]
-PrecisionName = Annotated[Precision | None, _option("bf16, fp16 or fp32 (bf16 on a GPU).", _HOW)]
-Download = Annotated[bool, _option("Allow the network, for data on the hub.", _HOW, "--download")]
-JsonFile = Annotated[Path | None, _option("Results as data; - is standard output.", _HOW, "--json")]
-
-
 def command(
-    model: Model,
-    corpus: Corpus = None,
-    stride: Stride = None,
-    separate: Separate = False,
-    max_tokens: MaxTokens = None,
-    tasks: Tasks = None,
-    tasks_folder: TasksFolder = None,
-    limit: Limit = None,
-    backend: BackendName = Backend.BUILTIN,
-    length: Length = None,
-    tokenizer: TokenizerName = None,
-    device: Device = None,
-    precision: PrecisionName = None,
-    quantise: Quantise = None,
-    download: Download = False,
-    json_file: JsonFile = None,
+    context: typer.Context,
+    model: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or one written by save_pretrained.")],
+    corpus: Annotated[
+        str | None, _option("A file, folder, glob, prepared folder or named corpus (the run's own data).", _TEXT)
+    ] = None,
+    stride: Annotated[
+        int | None, _option("Tokens scored per window; fewer give each more context (all).", _TEXT)
+    ] = None,
+    separate: Annotated[
+        bool, _option("Score each document by itself, not joined as in training.", _TEXT, "--separate")
+    ] = False,
+    max_tokens: Annotated[int | None, _option("Tokens of text to score (all).", _TEXT)] = None,
+    tasks: Annotated[str | None, _option("boolq,hellaswag,winogrande,piqa,siqa, or all.", _TASKS)] = None,
+    tasks_folder: Annotated[Path | None, _option("Folder of the tasks' .jsonl files, plain or packed.", _TASKS)] = None,
+    limit: Annotated[int | None, _option("Questions per task (all).", _TASKS)] = None,
+    backend: Annotated[Backend, _option("Our own scorer (builtin), or lm-eval.", _TASKS)] = "builtin",
+    length: Annotated[int | None, _option("Tokens the model sees at once (its training length).", _HOW)] = None,
+    tokenizer: Annotated[
+        str | None, _option("A .model file, prepared folder or 'bytes' (the model's own).", _HOW)
+    ] = None,
+    device: Annotated[str | None, _option("cpu, cuda, … (a GPU where there is one).", _HOW)] = None,
+    precision: Annotated[Precision | None, _option("bf16, fp16 or fp32 (bf16 on a GPU).", _HOW)] = None,
+    quantise: Annotated[
+        str | None, _option("Round the blocks' matrices: int8, int8-weights, int4-weights, nf4, fp8, … (not).", _HOW)
+    ] = None,
+    download: Annotated[bool, _option("Allow the network, for data on the hub.", _HOW, "--download")] = False,
+    json_file: Annotated[Path | None, _option("Results as data; - is standard output.", _HOW, "--json")] = None,
 ) -> None:
     """Evaluate a trained model on text and on zero-shot tasks.
 
@@ -113,12 +91,8 @@ def command(
     if json_file is not None and str(json_file) != "-":
         check_target(json_file, DATA_MARK)
     if reads_images(model):
-        given: dict[str, Any] = {"--tasks": tasks, "--stride": stride, "--max-tokens": max_tokens, "--length": length}
-        given |= {"--tokenizer": tokenizer, "--quantise": quantise, "--separate": separate or None, "--limit": limit}
-        given |= {"--tasks-folder": tasks_folder, "--download": download or None}
-        given |= {"--backend": None if backend is Backend.BUILTIN else backend}
-        if named := next((name for name, value in given.items() if value is not None), None):
-            raise ValueError(f"{named} is not for a network of images, which {model} holds; leave it out")
+        if given := first_given(context, but=("model", "corpus", "device", "precision", "json_file", "import_")):
+            raise ValueError(f"{given} is not for a network of images, which {model} holds; leave it out")
         _images(model, corpus, device, precision, json_file)
         return
     if length is not None and length < 1:
@@ -131,9 +105,9 @@ def command(
         from skipless.model.quantise import quantisation
 
         quantisation(quantise)
-        if backend is Backend.LM_EVAL:
+        if backend == "lm-eval":
             raise ValueError("--quantise is for the built-in scorer; leave out --backend lm-eval")
-        precision = precision or Precision.FP32
+        precision = precision or "fp32"
     loaded = load_model(model, tokenizer, device)
     say(f"weights: {loaded.origin}")
     seen, place = loaded.length if length is None else length, str(loaded.model.embedding.weight.device)
@@ -149,7 +123,9 @@ def command(
         _write(json_file, _record(loaded.origin, options, texts, scores, backend))
 
 
-def _images(model: Path, corpus: str | None, device: str | None, precision: Any, json_file: Path | None) -> None:
+def _images(
+    model: Path, corpus: str | None, device: str | None, precision: Precision | None, json_file: Path | None
+) -> None:
     """Loss and accuracy of a network of images, on all held-out ones of a prepared folder, by default its run's own."""
     from skipless.data.image_loader import ImageLoader
     from skipless.data.image_store import ImageStore
@@ -196,7 +172,7 @@ def _print_classes(results: "list[ClassResult]") -> None:
     console = Console()
     print()
     head, rows = class_table(results)
-    print_table(console, head, rows, [""] * len(rows))
+    print_table(console, head, rows)
     if worst := confusions(results)[:_MOST_CONFUSIONS]:
         listed = ", ".join(f"{name} for {other} ({count:,})" for name, other, count in worst)
         print_text(console, f"\nmost often taken: {listed}", wrap=True)
@@ -255,14 +231,19 @@ def _tasks(
 
     chosen = task_names(names)
     asked = {name: _asked(name, folder, options) for name in chosen}  # what is wrong is said before anything is scored
-    if backend is Backend.LM_EVAL:
+    if backend == "lm-eval":
         from skipless.training.tasks import run_lm_eval
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
         return run_lm_eval(loaded.model, loaded.tokenizer, chosen, folder, limit=options.limit, length=options.length)
     return score_tasks(
-        loaded.model, loaded.tokenizer, asked, length=options.length, precision=options.precision, done=_say_done
+        loaded.model,
+        loaded.tokenizer,
+        asked,
+        length=options.length,
+        precision=options.precision,
+        done=lambda result: say(f"{result.task}: {result.questions} questions answered"),
     )
 
 
@@ -272,10 +253,6 @@ def _asked(name: str, folder: Path | None, options: EvalOptions) -> "list[Questi
     if folder is None:
         return questions(name, hub_records(name, options.download), options.limit)
     return questions(name, local_records(name, folder), options.limit, task_file(name, folder))
-
-
-def _say_done(result: "TaskResult") -> None:
-    say(f"{result.task}: {result.questions} questions answered")
 
 
 def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> None:
@@ -295,7 +272,7 @@ def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> N
             )
             for name, r in texts.items()
         ]
-        print_table(console, head, rows, [""] * len(rows))
+        print_table(console, head, rows)
     if texts and scores:
         console.print()
     if scores:
@@ -309,7 +286,7 @@ def _print(texts: "dict[str, EvalResult]", scores: "dict[str, TaskResult]") -> N
             )
             for name, r in scores.items()
         ]
-        print_table(console, head, rows, [""] * len(rows))
+        print_table(console, head, rows)
 
 
 def _number(value: float | None) -> str:
@@ -333,7 +310,7 @@ def _record(
         "weights": origin,
         "options": dataclasses.asdict(options),
         "texts": {name: dataclasses.asdict(result) for name, result in texts.items()},
-        "backend": backend.value if scores else None,
+        "backend": backend if scores else None,
         "tasks": {name: dataclasses.asdict(r) | {"chance": r.chance} for name, r in scores.items()},
     }
     for result in plain["texts"].values():

@@ -13,7 +13,7 @@ from skipless.console import say
 from skipless.data.image_store import read_images
 from skipless.data.tokenizer import MODEL_FILE
 from skipless.files import HASHES, is_part, part_of, read_hashes, size_and_hash, sync_folder, write_hashes, writing
-from skipless.model.config import Images, ModelConfig
+from skipless.model.config import ModelConfig
 from skipless.training.load import (
     CONFIG,
     WEIGHTS,
@@ -165,25 +165,19 @@ def _use(config: ModelConfig) -> list[str]:
 
 
 def _sizes(config: ModelConfig) -> dict[str, str]:
+    images = config.images
     heads = f"{config.heads} heads ({config.kv_heads} for keys and values)"
     mlp = f"MLPs of {config.hidden} units, {config.shaped_activation.base}" if config.hidden else "no MLPs"
+    of_data = {"vocabulary": f"{config.vocab_size:,}", "training length": f"{config.length}"}
+    if images is not None:
+        sides, patches = f"{images.side} × {images.side}", f"{images.patch} × {images.patch}"
+        words = f"{sides} of {images.channels} channels, in {images.length} patches of {patches}"
+        of_data = {"images": words, "classes": f"{config.classes:,}"}
     return {
         "blocks": f"{config.depth} of width {config.width}, {heads}; {mlp}{', mirrored' if config.mlp_init else ''}",
         "attention": f"`{config.scheme!r}`",
         "skips": f"attention {config.attention_skip.shortcut:g}, MLP {config.mlp_skip.shortcut:g}",
-        **(_text_sizes(config) if config.images is None else _image_sizes(config, config.images)),
-    }
-
-
-def _text_sizes(config: ModelConfig) -> dict[str, str]:
-    return {"vocabulary": f"{config.vocab_size:,}", "training length": f"{config.length}"}
-
-
-def _image_sizes(config: ModelConfig, images: Images) -> dict[str, str]:
-    sides, patches = f"{images.side} × {images.side}", f"{images.patch} × {images.patch}"
-    return {
-        "images": f"{sides} of {images.channels} channels, in {images.length} patches of {patches}",
-        "classes": f"{config.classes:,}",
+        **of_data,
     }
 
 

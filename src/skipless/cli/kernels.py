@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,9 +26,11 @@ from skipless.console import (
 )
 from skipless.files import DATA_MARK, PICTURE_MARK
 from skipless.inspection.inspection import finite
-from skipless.inspection.studies import InputSignal, Study, study
+from skipless.inspection.studies import InputKind, InputSignal, Study, study
 from skipless.theory import kernels
 from skipless.theory.certificate import BlockReport
+from skipless.theory.propagation import NormPlacement
+from skipless.theory.schemes import Calibration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,87 +38,51 @@ if TYPE_CHECKING:
 FOLDER = Path("skipless-kernels")  # of figures
 
 
-class Norm(StrEnum):
-    """Where RMSNorm stands."""
-
-    NONE = "none"
-    PRE = "pre"
-    POST = "post"
-
-
-class Calibration(StrEnum):
-    """How SPA's constants take skips and MLPs into account."""
-
-    PAPER = "paper"
-    EXACT = "exact"
-    MLP_AWARE = "mlp-aware"
-
-
-class Input(StrEnum):
-    """Which kernel enters."""
-
-    SAMPLE = "sample"
-    AVERAGE = "average"
-
-
 def _option(text: str, panel: str, *names: str, **more):
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
 
 
 _NETWORK, _SIGNAL, _OUTPUT = "Network", "Input", "Output"
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A figure, a scheme or a preset; --list names them.")]
-Depth = Annotated[int | None, _option("Blocks (100; presets and fig6: their own).", _NETWORK)]
-Gamma = Annotated[float | None, _option("E-SPA's final decay rate γ_L (0.005).", _NETWORK)]
-Rho = Annotated[float | None, _option("U-SPA's final correlation ρ_L (0.8).", _NETWORK)]
-SkipText = Annotated[
-    str | None, _option("Attention skip: α (then β² = 1−α²) or α,β; 1,1 is the usual one.", _NETWORK, metavar="α[,β]")
-]
-MlpSkip = Annotated[str | None, _option("MLP skip, written likewise.", _NETWORK, metavar="α[,β]")]
-NormName = Annotated[Norm | None, _option("Where RMSNorm stands.", _NETWORK)]
-Activation = Annotated[
-    str | None, _option("MLPs with dks-gelu, tat-leaky_relu, gelu, …; none is attention-only.", _NETWORK)
-]
-Mirrored = Annotated[
-    bool | None, _option("MLPs of mirrored pairs: at the start rotations, at any width.", _NETWORK, "--mirrored")
-]
-CalibrationName = Annotated[Calibration | None, _option("SPA's constants: the paper's, or ours.", _NETWORK)]
-Set = Annotated[list[str] | None, _option("Any field of the scheme: --set gamma_final=0.2.", _NETWORK, "--set")]
-Length = Annotated[int | None, _option("Locations T (100).", _SIGNAL)]
-Rate = Annotated[float | None, _option("P(two locations hold the same token).", _SIGNAL)]
-InputName = Annotated[Input | None, _option("One sampled sequence (default), or the mean kernel.", _SIGNAL, "--input")]
-Seed = Annotated[int | None, _option("Which sequence is sampled (0).", _SIGNAL)]
-Blocks = Annotated[str | None, _option("Blocks to show, e.g. 0,1,10,100; 0 is the input.", _OUTPUT)]
-FigureFile = Annotated[
-    Path | None, _option("Where the figure goes: .png, .pdf or .svg (skipless-kernels/NAME.png).", _OUTPUT)
-]
-NoFigure = Annotated[bool, _option("Print only.", _OUTPUT, "--no-figure")]
-JsonFile = Annotated[Path | None, _option("Everything as data; - is standard output.", _OUTPUT, "--json")]
-Check = Annotated[bool, _option("Exit with 1 if a network loses the signal.", _OUTPUT, "--check")]
-List = Annotated[bool, _option("Print all names and stop.", _OUTPUT, "--list")]
 
 
 def command(
-    name: Name = "fig7",
-    depth: Depth = None,
-    gamma_final: Gamma = None,
-    rho_final: Rho = None,
-    skip: SkipText = None,
-    mlp_skip: MlpSkip = None,
-    norm: NormName = None,
-    activation: Activation = None,
-    mirrored: Mirrored = None,
-    calibration: CalibrationName = None,
-    set_: Set = None,
-    length: Length = None,
-    repeat_rate: Rate = None,
-    input_kind: InputName = None,
-    seed: Seed = None,
-    blocks: Blocks = None,
-    figure: FigureFile = None,
-    no_figure: NoFigure = False,
-    json_file: JsonFile = None,
-    check: Check = False,
-    list_names: List = False,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A figure, a scheme or a preset; --list names them.")
+    ] = "fig7",
+    depth: Annotated[int | None, _option("Blocks (100; presets and fig6: their own).", _NETWORK)] = None,
+    gamma_final: Annotated[float | None, _option("E-SPA's final decay rate γ_L (0.005).", _NETWORK)] = None,
+    rho_final: Annotated[float | None, _option("U-SPA's final correlation ρ_L (0.8).", _NETWORK)] = None,
+    skip: Annotated[
+        str | None,
+        _option("Attention skip: α (then β² = 1−α²) or α,β; 1,1 is the usual one.", _NETWORK, metavar="α[,β]"),
+    ] = None,
+    mlp_skip: Annotated[str | None, _option("MLP skip, written likewise.", _NETWORK, metavar="α[,β]")] = None,
+    norm: Annotated[NormPlacement | None, _option("Where RMSNorm stands.", _NETWORK)] = None,
+    activation: Annotated[
+        str | None, _option("MLPs with dks-gelu, tat-leaky_relu, gelu, …; none is attention-only.", _NETWORK)
+    ] = None,
+    mirrored: Annotated[
+        bool | None, _option("MLPs of mirrored pairs: at the start rotations, at any width.", _NETWORK, "--mirrored")
+    ] = None,
+    calibration: Annotated[Calibration | None, _option("SPA's constants: the paper's, or ours.", _NETWORK)] = None,
+    set_: Annotated[
+        list[str] | None, _option("Any field of the scheme: --set gamma_final=0.2.", _NETWORK, "--set")
+    ] = None,
+    length: Annotated[int | None, _option("Locations T (100).", _SIGNAL)] = None,
+    repeat_rate: Annotated[float | None, _option("P(two locations hold the same token).", _SIGNAL)] = None,
+    input_kind: Annotated[
+        InputKind | None,
+        _option("One sampled sequence (default), or the mean kernel.", _SIGNAL, "--input"),
+    ] = None,
+    seed: Annotated[int | None, _option("Which sequence is sampled (0).", _SIGNAL)] = None,
+    blocks: Annotated[str | None, _option("Blocks to show, e.g. 0,1,10,100; 0 is the input.", _OUTPUT)] = None,
+    figure: Annotated[
+        Path | None, _option("Where the figure goes: .png, .pdf or .svg (skipless-kernels/NAME.png).", _OUTPUT)
+    ] = None,
+    no_figure: Annotated[bool, _option("Print only.", _OUTPUT, "--no-figure")] = False,
+    json_file: Annotated[Path | None, _option("Everything as data; - is standard output.", _OUTPUT, "--json")] = None,
+    check: Annotated[bool, _option("Exit with 1 if a network loses the signal.", _OUTPUT, "--check")] = False,
+    list_names: Annotated[bool, _option("Print all names and stop.", _OUTPUT, "--list")] = False,
 ) -> None:
     """Follow a signal through a deep network at initialisation: where it survives, and where it dies.
 
@@ -212,13 +177,13 @@ _COLOURS = {"preserved": "green", "drift": "yellow"}
 
 @dataclass(frozen=True)
 class Report:
-    """A table (with a colour for the last cell of each row), what it shows, and the sentence that ends it."""
+    """A table, what it shows, and the sentence that ends it. styles: a colour for the last cell of each row."""
 
     head: list[str]
     rows: list[list[str]]
-    styles: list[str]
     closing: str
     legend: str = ""
+    styles: tuple[str, ...] = ()
 
 
 def report(selection: Selection, studies: Sequence[Study]) -> Report:
@@ -258,7 +223,7 @@ def _of_one(study: Study, blocks: Sequence[int]) -> Report:
     shown = sorted({*blocks, *([verdict.block] if verdict.block is not None else [])})
     rows = [_block_row(certificate.reports[block]) for block in shown]
     title = f"{study.network.label} ({', '.join(study.network.details())})"
-    return Report(head, rows, ["" for _ in rows], f"{title}: {verdict.text}")
+    return Report(head, rows, f"{title}: {verdict.text}")
 
 
 def _block_row(at: BlockReport) -> list[str]:
@@ -271,17 +236,17 @@ def _block_row(at: BlockReport) -> list[str]:
 def _of_many(studies: Sequence[Study], name: str) -> Report:
     last = studies[0].certificate.reports[-1].block
     head = ["network", "cosine", "rank", "norm² range", "gradient²", "verdict"]
-    rows, styles = [], []
+    rows = []
     for each in studies:
         at, verdict = each.certificate.reports[-1], each.certificate.verdict
         span = f"{_short(at.diagonal_min)} – {_short(at.diagonal_max)}"
         gain = _short(each.certificate.reports[0].backward_mean)
         numbers = [f"{at.mean_cosine:.4f}", f"{at.effective_rank:.1f}", span, gain]
         rows.append([each.network.label, *numbers, verdict.words])
-        styles.append(_COLOURS.get(verdict.kind, "red"))
+    styles = tuple(_COLOURS.get(each.certificate.verdict.kind, "red") for each in studies)
     legend = f"Mean cosine, effective rank and squared norms after block {last}; squared gradient norm at the input."
     closing = _drift_sentence(studies) if name == "fig6" else _sentence(studies, last)
-    return Report(head, rows, styles, closing, legend)
+    return Report(head, rows, closing, legend, styles)
 
 
 def _sentence(studies: Sequence[Study], last: int) -> str:
@@ -313,7 +278,7 @@ def _of_inputs(signals: Sequence[InputSignal]) -> Report:
         rows.append([f"{signal.repeat_rate:g}", str(distinct), f"{pairs:.4f}", f"{rank:.1f}"])
     top = rows[-1]
     closing = f"At r = {top[0]}, {signals[-1].length} locations hold {top[1]} distinct tokens: effective rank {top[3]}."
-    return Report(head, rows, ["" for _ in rows], closing)
+    return Report(head, rows, closing)
 
 
 def _short(value: float) -> str:

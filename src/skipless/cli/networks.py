@@ -56,7 +56,7 @@ class KernelsArguments:
     assignments: tuple[str, ...] | None = None
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Those of the named options that were given."""
+        """The values of these options, if they were given."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
@@ -142,7 +142,7 @@ def _signal(options: KernelsArguments, default: InputSignal) -> InputSignal:
         raise ValueError("--seed picks a sampled sequence, and --input average has none: leave one of them out")
     changes = options.given("length", "repeat_rate", "seed")
     if options.input_kind is not None:
-        changes["kind"] = str(options.input_kind)
+        changes["kind"] = options.input_kind
     signal = dataclasses.replace(default, **changes)
     check_length(signal.length)
     check_repeat_rate(signal.repeat_rate)
@@ -154,7 +154,7 @@ def _configuration(name: str, scheme: Scheme, signal: InputSignal, options: Kern
     changes: dict[str, Any] = {"length": signal.length, "scheme": _scheme(name, scheme, signal, options)}
     changes |= options.given("depth")
     if options.norm is not None:
-        changes["norm"] = str(options.norm)
+        changes["norm"] = options.norm
     for field, text in (("attention_skip", options.skip), ("mlp_skip", options.mlp_skip)):
         if text is not None:
             changes[field] = _skip(text, "--mlp-skip" if field == "mlp_skip" else "--skip")
@@ -190,7 +190,7 @@ def _scheme(name: str, scheme: Scheme, signal: InputSignal, options: KernelsArgu
     """The scheme with its options and the input's repeat rate; an option of another scheme is refused."""
     changes = options.given("gamma_final", "rho_final") | _assigned(type(scheme), options.assignments)
     if options.calibration is not None:
-        changes["calibration"] = str(options.calibration)
+        changes["calibration"] = options.calibration
     known = {field.name for field in fields(scheme)}
     for field in changes:
         if field not in known:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from skipless.cli.app import first_given
 from skipless.console import Progress
 from skipless.data.formats import Reading
 from skipless.data.prepare import Preparation, prepare
@@ -14,6 +15,7 @@ STDLIB = "stdlib"
 
 
 def command(
+    context: typer.Context,
     corpus: Annotated[
         str, typer.Argument(help="stdlib, wikitext-103, c4, or a file, folder or quoted glob; with --images a folder.")
     ] = STDLIB,
@@ -40,20 +42,7 @@ def command(
     Can be stopped at any time and run again; a finished folder is checked and left as it is.
     """
     if images:
-        text = {
-            "--vocab": vocab != 32_000,
-            "--tokenizer": tokenizer is not None,
-            "--bytes": bytes_,
-            "--valid": valid is not None,
-            "--valid-fraction": valid_fraction is not None,
-            "--workers": workers is not None,
-            "--sample-mb": sample_mb != 64.0,
-            "--shard-mb": shard_mb != 64.0,
-            "--text-field": text_field != "text",
-            "--invalid-utf8": invalid_utf8 != "error",
-            "--download": download,
-        }
-        if given := next((name for name, value in text.items() if value), None):
+        if given := first_given(context, but=("corpus", "out", "force", "images")):
             raise ValueError(f"{given} is for text, and --images for pictures: give one of them")
         if corpus == STDLIB and not Path(corpus).exists():
             raise ValueError(

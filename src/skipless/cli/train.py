@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from skipless.paper.recipes import by_law, check_data, names, plan, with_data
+from skipless.model.presets import names
+from skipless.paper.recipes import by_law, check_data, plan, with_data
 from skipless.training.config import Experiment, split_assignments
 
 

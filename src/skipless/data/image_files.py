@@ -116,7 +116,7 @@ def _prepare(source: Path, out: Path, options: dict[str, Any], progress: Progres
 
 
 def _fingerprint(source: Path) -> str:
-    """Of names and sizes of all files: what tells one source from another without reading it."""
+    """A hash of names and sizes of all files, which tells sources apart without reading them."""
     if not source.exists():
         raise ValueError(f"{source} does not exist; {_SHAPE} (working folder {Path.cwd()})")
     if source.is_file():
@@ -187,7 +187,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_picture(name: str) -> bool:
-    """By its name. Hidden files, as macOS puts beside others, are none."""
+    """Whether a file is a picture, by its name. Hidden files, as macOS puts beside others, are none."""
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
@@ -282,7 +282,6 @@ class _SplitWriter:
         self._file.abandon()
 
     def add(self, picture: Picture, pixels: np.ndarray) -> None:
-        """Append an image."""
         if picture.part != self.part:
             raise ValueError(
                 f"there are both {self.part} and {picture.part}, and one of them is for validation: take one away"

@@ -51,15 +51,13 @@ class ImageBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
         return [self.pixels, self.targets] if self.moves is None else [self.pixels, self.targets, self.moves]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ImageBatch":
-        """The batch with each tensor changed."""
         return ImageBatch(*map(change, self.tensors), *([None] if self.moves is None else []), self.crop)
 
     def to(self, device: torch.device | str) -> "ImageBatch":
-        """On a device; from pinned memory the copy does not wait."""
+        """The batch on a device; from pinned memory the copy does not wait."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 

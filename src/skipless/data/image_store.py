@@ -79,12 +79,10 @@ class ImageManifest:
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of an image."""
         return self.channels * self.side**2
 
     @property
     def files(self) -> list[ImageFile]:
-        """Every file of every split."""
         return [file for split in self.splits.values() for file in (split.pixels, split.labels)]
 
     def to_json(self) -> str:
@@ -93,7 +91,6 @@ class ImageManifest:
 
     @classmethod
     def from_json(cls, values: Any) -> "ImageManifest":
-        """The inverse of to_json, of what JSON holds."""
         kind, version = mapping(values).get("kind"), values.get("format")
         if (kind, version) != (IMAGES, FORMAT):
             raise ValueError(f"format {version!r} of {kind or 'text'}, and this version reads {FORMAT} of images")
@@ -148,7 +145,7 @@ class ImageStore:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of an image: channels, rows, columns."""
+        """Channels, rows and columns of an image."""
         return self.manifest.channels, self.manifest.side, self.manifest.side
 
     def gather(self, numbers: np.ndarray, rows: np.ndarray) -> None:

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -99,7 +98,7 @@ class Shuffle:
         return np.arange(first, first + share)
 
     def at(self, step: int) -> np.ndarray:
-        """Their numbers, (batch_size / world,)."""
+        """The numbers of the samples that this rank sees at `step`, (batch_size / world,)."""
         samples = self.samples(step)
         epochs, positions = np.divmod(samples, self.size)
         found = np.empty(len(samples), dtype=np.int64)
@@ -140,11 +139,10 @@ class Batch:
         return [self.tokens] if self.documents is None else [self.tokens, self.documents]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The batch with each tensor changed."""
         return Batch(change(self.tokens), None if self.documents is None else change(self.documents))
 
     def to(self, device: torch.device | str) -> "Batch":
-        """On a device; from pinned memory the copy does not wait."""
+        """The batch on a device; from pinned memory the copy does not wait."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -168,8 +166,8 @@ class TokenLoader:
         *,
         documents: bool = False,
     ):
-        if length < 1 or batch_size < 1 or seed < 0:
-            raise ValueError(f"length={length}, batch_size={batch_size}, seed={seed}: the first two ≥ 1, the seed ≥ 0")
+        if length < 1:
+            raise ValueError(f"length is {length}; it must be at least 1")
         self.windows = (len(store) - 1) // length
         if self.windows < 1:
             raise ValueError(
@@ -232,7 +230,7 @@ B = TypeVar("B", bound=Movable)
 
 
 class Prefetch(Generic[B]):
-    """An iterator that a background thread keeps ahead of. `waited` is the seconds spent waiting for it so far.
+    """An iterator that a background thread keeps ahead of.
 
     Batches for a CUDA device should be in pinned memory: they are copied without waiting. Use it in a `with` block,
     or call close, to end the thread early.
@@ -241,7 +239,6 @@ class Prefetch(Generic[B]):
     def __init__(self, batches: Iterator[B], device: torch.device | str | None = None, ahead: int = 4):
         if ahead < 1:
             raise ValueError(f"ahead={ahead}: at least one batch must be ready")
-        self.waited = 0.0
         self._device = None if device is None else torch.device(device)
         if self._device is not None and is_cuda(device) and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
@@ -276,9 +273,7 @@ class Prefetch(Generic[B]):
     def __next__(self) -> B:
         if self._closed.is_set():
             raise StopIteration
-        started = time.perf_counter()
         item = self._ready.get()
-        self.waited += time.perf_counter() - started
         if isinstance(item, BaseException):
             self.close()
             raise item

@@ -155,14 +155,6 @@ class _Texts:
         return self.valid is not None or not held_out(text, self.fraction)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """How to do it, which changes nothing of the result."""
-
-    workers: int
-    progress: Progress
-
-
 def prepare(
     plan: Preparation,
     out: str | Path,
@@ -193,7 +185,7 @@ def prepare(
         texts = texts.with_validation()
         tokenizer = _tokenizer(folder, plan, texts, progress)
         try:
-            _fill(folder, plan, texts, tokenizer, _Job(workers, progress))
+            _fill(folder, round(plan.shard_mb * 1e6), texts, tokenizer, workers, progress)
         finally:
             progress.stop()
         return _finish(folder, options, tokenizer, progress)
@@ -250,7 +242,7 @@ class Folder:
     def reopen(self) -> None:
         """Turn a finished folder back into an unfinished one, for shards that have gone missing."""
         manifest = read_manifest(self.path)
-        lines = [{"tokenizer": asdict(manifest.tokenizer)}, *(section.to_json() for section in manifest.sections)]
+        lines = [{"tokenizer": asdict(manifest.tokenizer)}, *map(asdict, manifest.sections)]
         Journal(self.path / JOURNAL).replace(lines)
         (self.path / MANIFEST).unlink()
 
@@ -264,15 +256,13 @@ class Folder:
         """Finished sections by index, whether or not their files are still there."""
         with reading(self.path / JOURNAL, _FORCE):
             lines = read_lines(self.path / JOURNAL)
-            found = [Section.from_json(line) for line in lines if "index" in line]
+            found = [build(Section, line, "a section", "section.") for line in lines if "index" in line]
         return {section.index: section for section in found}
 
     def present(self, section: Section) -> bool:
-        """Whether all of the section's shards are there."""
         return all((self.path / shard.file).is_file() for shard in section.shards)
 
     def note(self, line: dict) -> None:
-        """Add a line to the journal."""
         append_line(self.path / JOURNAL, line)
 
     def finish(self, manifest: str) -> None:
@@ -341,10 +331,12 @@ def _tokenizer(folder: Folder, plan: Preparation, texts: _Texts, progress: Progr
     return tokenizer
 
 
-def _fill(folder: Folder, plan: Preparation, texts: _Texts, tokenizer: Tokenizer, job: _Job) -> None:
-    """Write every section that is not there yet."""
+def _fill(
+    folder: Folder, characters: int, texts: _Texts, tokenizer: Tokenizer, workers: int, progress: Progress
+) -> None:
+    """Write every section, of about so many characters, that is not there yet."""
     known = folder.sections()
-    present = _checked(folder, known, token_dtype(tokenizer.vocab_size), job.progress)
+    present = _checked(folder, known, token_dtype(tokenizer.vocab_size), progress)
     sizes = [source.part.size() for source in texts.sources]
     total = None if None in sizes else sum(size or 0 for size in sizes)
     index, start, last = 0, (0, 0), False
@@ -352,10 +344,10 @@ def _fill(folder: Folder, plan: Preparation, texts: _Texts, tokenizer: Tokenizer
         if index not in present:
             stop = min((later for later in present if later > index), default=None)
             read = sum(size or 0 for size in sizes[: start[0]])
-            job.progress.start("tokenising", total, read, percent=True)
-            found = chunks(texts.sources, start, index, round(plan.shard_mb * 1e6), job.progress.advance)
-            with closing(tokenised(found, tokenizer, texts.fraction, job.workers)) as stream:
-                for section in _write(folder, stream, stop, job.progress):
+            progress.start("tokenising", total, read, percent=True)
+            found = chunks(texts.sources, start, index, characters, progress.advance)
+            with closing(tokenised(found, tokenizer, texts.fraction, workers)) as stream:
+                for section in _write(folder, stream, stop, progress):
                     _same(known.get(section.index), section)
                     present[section.index] = section
         index, start, last = index + 1, present[index].end, present[index].last
@@ -387,7 +379,7 @@ def _write(folder: Folder, stream, stop: int | None, progress: Progress) -> Iter
             rate = tokens / max(time.monotonic() - began, 1e-9)
             progress.show(f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.1f}M/s")
             if section is not None:
-                folder.note(section.to_json())
+                folder.note(asdict(section))
                 yield section
                 if section.last or section.index + 1 == stop:
                     return

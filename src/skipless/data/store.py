@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from skipless.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer, Tokenizer, token_dtype
-from skipless.files import WholeFile, mapping, read_json, reading, write_whole, writing
+from skipless.files import WholeFile, hash_of, mapping, read_json, reading, write_whole, writing
 from skipless.schema import build
+
+if TYPE_CHECKING:
+    from skipless.data.image_store import ImageFile
 
 logger = logging.getLogger("skipless")
 MANIFEST = "manifest.json"
@@ -57,13 +60,6 @@ class Section:
     end: tuple[int, int]
     last: bool
     shards: tuple[Shard, ...]
-
-    def to_json(self) -> dict:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Any) -> "Section":
-        return build(cls, values, "a section", "section.")
 
 
 @dataclass(frozen=True)
@@ -123,31 +119,21 @@ class Manifest:
             raise ValueError("shards are of other splits than are listed")
 
     def shards(self, split: str) -> list[Shard]:
-        """The shards of one split, in order."""
         return [shard for section in self.sections for shard in section.shards if shard.split == split]
 
     def to_json(self) -> str:
         """Sorted and without dates: equal content, equal bytes."""
-        values = {
-            "format": FORMAT,
-            "options": self.options,
-            "tokenizer": asdict(self.tokenizer),
-            "dtype": self.dtype,
-            "splits": {name: vars(split) for name, split in self.splits.items()},
-            "sections": [section.to_json() for section in self.sections],
-        }
-        return json.dumps(values, indent=1, sort_keys=True) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, values: Any) -> "Manifest":
-        """The inverse of to_json, of what JSON holds."""
         if (version := values["format"]) != FORMAT:
             raise ValueError(f"format {version!r}, and this version reads {FORMAT}")
         return build(cls, {name: value for name, value in values.items() if name != "format"}, "a manifest")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder; an error that says how far the folder has come if there is none."""
+    """The manifest of a prepared folder. Without one the error says whether the folder is unfinished or another's."""
     path = folder / MANIFEST
     if not path.is_file():
         started = (folder / "options.json").is_file()
@@ -171,7 +157,7 @@ def holds_images(folder: str | Path) -> bool:
 
 
 def fingerprint(folder: str | Path) -> str | None:
-    """A short name for the very tokens of a prepared folder; None where there is no manifest."""
+    """A short name for the tokens of a prepared folder, by their hashes; None where there is no manifest."""
     path = Path(folder) / MANIFEST
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else None
 
@@ -365,17 +351,7 @@ def check_size(path: Path, expected: int) -> None:
         raise ValueError(f"{path} has {size:,} bytes instead of {expected:,}: it is cut short or changed; {REMAKE}")
 
 
-class Hashed(Protocol):
-    """A file of a prepared folder and the hash of what was written."""
-
-    @property
-    def file(self) -> str: ...
-
-    @property
-    def sha256(self) -> str: ...
-
-
-def verify_shards(folder: Path, shards: Sequence[Hashed], trust: bool) -> None:
+def verify_shards(folder: Path, shards: "Sequence[Shard | ImageFile]", trust: bool) -> None:
     """Check sizes and hashes; with `trust`, skip the hash of a file untouched since it was last found good.
 
     Several processes may do so at once. Where the note cannot be written, the next one hashes again.
@@ -399,10 +375,8 @@ def verify_shards(folder: Path, shards: Sequence[Hashed], trust: bool) -> None:
             logger.info("the shards are good, but that could not be noted: %s", error)
 
 
-def check_hash(folder: Path, shard: Hashed) -> None:
+def check_hash(folder: Path, shard: "Shard | ImageFile") -> None:
     """Refuse a shard whose content is not what was written."""
     path = folder / shard.file
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != shard.sha256:
+    if hash_of(path) != shard.sha256:
         raise ValueError(f"{path} is damaged (its SHA-256 is not the manifest's): {REMAKE}")

@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from platform import python_version
-from typing import Any, Protocol
+from typing import Any
 
 from skipless.data import formats
 from skipless.data.formats import Reading, Seen, named_errors, wikitext_articles
@@ -29,49 +29,6 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 EDGE = 1 << 16  # bytes at either end of a file that its fingerprint reads
 
 
-class Part(Protocol):
-    """A piece of a corpus that can be read by itself, from any of its documents on."""
-
-    @property
-    def name(self) -> str:
-        """What it is called in messages and fingerprints."""
-        ...
-
-    def documents(self, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:
-        """Its documents after the first `skip`; `seen` hears how many stored bytes each read took."""
-        ...
-
-    def size(self) -> int | None:
-        """Its stored bytes, or None where that is not known beforehand."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Changes when the text changes."""
-        ...
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Named text: iterate for its documents.
-
-    `validation` is the text held out by whoever published it, if any; else valid_fraction is a sensible share of the
-    documents to hold out.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    validation: "Corpus | None" = None
-    valid_fraction: float = 0.005
-
-    def __iter__(self) -> Iterator[str]:
-        for part in self.parts:
-            yield from part.documents()
-
-    def fingerprint(self) -> str:
-        """One hash for all parts and their order."""
-        return hashlib.sha256("\n".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
-
-
 @dataclass(frozen=True)
 class FilePart:
     """One local file. The name is its path below the folder it was found in, so that a corpus can be moved."""
@@ -81,6 +38,7 @@ class FilePart:
     reading: Reading = field(default_factory=Reading)
 
     def documents(self, skip: int = 0, seen: Seen | None = None) -> Iterator[str]:
+        """Its documents after the first `skip`; `seen` hears how many stored bytes each read took."""
         return formats.documents(self.path, self.reading, skip, seen)
 
     def size(self) -> int:
@@ -127,8 +85,32 @@ class HubPart:
         """Not known beforehand."""
 
     def fingerprint(self) -> str:
-        """By name: the hub's files are taken as published."""
+        """A hash of the name: the hub's files are taken as published."""
         return hashlib.sha256(repr((DATASETS[self.dataset], self.split)).encode()).hexdigest()
+
+
+Part = FilePart | HubPart  # a piece of a corpus that can be read by itself, from any of its documents on
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Named text: iterate for its documents.
+
+    `validation` is the text held out by whoever published it, if any; else valid_fraction is a sensible share of the
+    documents to hold out.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    validation: "Corpus | None" = None
+    valid_fraction: float = 0.005
+
+    def __iter__(self) -> Iterator[str]:
+        for part in self.parts:
+            yield from part.documents()
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256("\n".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
 
 
 def hub_datasets(name: str) -> Any:

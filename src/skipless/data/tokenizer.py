@@ -159,8 +159,6 @@ class SentencePieceTokenizer:
         return joined.astype(token_dtype(self.vocab_size))
 
     def token_bytes(self) -> np.ndarray:
-        """The UTF-8 bytes of each piece."""
-
         def size(token: int) -> int:
             if self._processor.is_control(token):
                 return 0
@@ -223,7 +221,7 @@ class FileTokenizer:
     path: Path
 
     def describe(self) -> dict:
-        """By content, not by path."""
+        """The file by its content, not by its path."""
         with named_errors(self.path):
             return {"kind": "file", "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest()}
 
@@ -279,6 +277,7 @@ def train_tokenizer(lines: Iterator[bytes], vocab_size: int, progress: Progress 
 
     It takes up to a minute of CPU time for each megabyte of words that all differ, such as numbers or indented names.
     """
+    progress = progress or Progress(quiet=True)
     package_root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(
@@ -288,8 +287,9 @@ def train_tokenizer(lines: Iterator[bytes], vocab_size: int, progress: Progress 
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    if child.stdin is None or child.stdout is None or child.stderr is None:
-        raise RuntimeError("the trainer has no standard streams")
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     complaint: list[str] = []
     listener = threading.Thread(target=_listen, args=(child.stderr, complaint, vocab_size, progress), daemon=True)
     with child:
@@ -307,14 +307,13 @@ def train_tokenizer(lines: Iterator[bytes], vocab_size: int, progress: Progress 
         finally:
             if listener.is_alive():
                 listener.join()
-            if progress is not None:
-                progress.stop()
+            progress.stop()
     if child.returncode:
         raise _explain(child.returncode, "\n".join(complaint), vocab_size, count)
     return model
 
 
-def _listen(stderr: IO[bytes], complaint: list[str], vocab_size: int, progress: Progress | None) -> None:
+def _listen(stderr: IO[bytes], complaint: list[str], vocab_size: int, progress: Progress) -> None:
     """Keep what the process complains of, and show how far it is: rounds that leave 3/4 of the pieces, to 1.1 as many.
 
     Its first lines say what it reads, its last ones the error.
@@ -325,11 +324,10 @@ def _listen(stderr: IO[bytes], complaint: list[str], vocab_size: int, progress: 
         if found := _ROUND.search(words):
             rounds += 1
             left = math.log(max(int(found[1]) / (1.1 * vocab_size), 1.0)) / math.log(4 / 3)
-            if progress is not None and total == 0:
+            if total == 0:
                 progress.start("training the tokenizer", percent=True)
             total = max(total, rounds + 1 + 2 * math.ceil(left))
-            if progress is not None:
-                progress.show(done=rounds, total=total)
+            progress.show(done=rounds, total=total)
         elif found := _COMPLAINT.match(words):
             complaint.append(found[1])
 

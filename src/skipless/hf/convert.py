@@ -250,7 +250,7 @@ def _default_scheme(skip_weight: float, depth: int) -> Scheme:
 
 
 def _activation(asked: Any, depth: int, skip: Skip, mirrored: bool) -> ShapedActivation | str:
-    """As asked for; else DKS-GELU where it exists: few blocks are too few for its targets, and need no shaping."""
+    """The activation asked for; else DKS-GELU where it exists: a few blocks cannot reach its targets, and need none."""
     if asked is not None:
         if not (isinstance(asked, ShapedActivation | str) or callable(asked)):
             raise TypeError(f"activation is {asked!r}; give a name such as 'dks-gelu', or a ShapedActivation")
@@ -265,7 +265,7 @@ def _activation(asked: Any, depth: int, skip: Skip, mirrored: bool) -> ShapedAct
 
 
 def _matched_hidden(decoder: Decoder, even: bool = False) -> int:
-    """As many parameters as the source's MLP has; mirrored units come in pairs."""
+    """The hidden width that has as many parameters as the source's MLP; mirrored units come in pairs."""
     hidden = 3 * decoder.hidden // 2 if decoder.gated else decoder.hidden
     return hidden + hidden % 2 if even else hidden
 

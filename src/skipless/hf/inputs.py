@@ -46,7 +46,7 @@ class Placement:
         cache: Cache | None,
         depth: int,
     ) -> "Placement":
-        """Of x (batch, T) or (batch, T, width), behind what the cache holds."""
+        """The placement of x (batch, T) or (batch, T, width), behind what the cache holds."""
         if cache is not None and any(cache.is_sliding):
             raise ValueError(
                 f"this {type(cache).__name__} keeps a sliding window, and a skipless network attends to all that came "

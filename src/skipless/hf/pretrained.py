@@ -52,7 +52,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: SkiplessConfig, native: Transformer | None = None):
         super().__init__(config)
-        from skipless.hf.recompute import RecomputedCall  # which says why not above
+        from skipless.hf.recompute import RecomputedCall  # a circle: its first lines say why
 
         settings = self._settings(config)
         self.model = Transformer(settings) if native is None else native

@@ -134,15 +134,13 @@ class ModelConfig:
 
     def __post_init__(self):
         _check_kinds(self)
-        for name, value in _whole_numbers(self).items():
-            object.__setattr__(self, name, value)
-        defaults = {
-            "kv_heads": self.heads if self.kv_heads is None else self.kv_heads,
-            "hidden": 4 * self.width if self.hidden is None else self.hidden,
-            "query_key": self.query_key or ("zero-query" if self.preserves_signal else "normal"),
-        }
-        for name, value in defaults.items():
-            object.__setattr__(self, name, value)
+        for name in _LEAST:  # as Python's integers: numpy's are no JSON, and 36.0 blocks cannot be counted
+            if (value := getattr(self, name)) is not None or name not in ("kv_heads", "hidden"):
+                object.__setattr__(self, name, _whole(name, value))
+        for name, (_, value) in self._derived().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        check_own(self)
         _check_sizes(self)
         _check_choices(self)
         _check_images(self)
@@ -220,15 +218,18 @@ class ModelConfig:
             changes.setdefault("length", images.length)
         if "activation" not in changes and (name := _shaped_name(self, changes)):
             changes["activation"] = None if name == "dks-gelu" else name  # which None stands for
-        derived = {
+        for name, (source, default) in self._derived().items():
+            if source in changes and name not in changes and getattr(self, name) == default:
+                changes[name] = None
+        return dataclasses.replace(self, **changes)
+
+    def _derived(self) -> dict[str, tuple[str, Any]]:
+        """Of each field that is None unless given: the field that it follows from, and its value then."""
+        return {
             "hidden": ("width", 4 * self.width),
             "kv_heads": ("heads", self.heads),
             "query_key": ("scheme", "zero-query" if self.preserves_signal else "normal"),
         }
-        for name, (source, default) in derived.items():
-            if source in changes and name not in changes and getattr(self, name) == default:
-                changes[name] = None
-        return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; the scheme carries its kind."""
@@ -338,19 +339,6 @@ def _shaped_name(config: ModelConfig, changes: dict[str, Any]) -> str | None:
 _LEAST = dict.fromkeys(("vocab_size", "width", "depth", "heads", "kv_heads", "length"), 1)
 _LEAST |= dict.fromkeys(("hidden", "classes", "readers"), 0)
 _MOST = (1 << 31) - 1
-_CHOICES = {
-    "norm": ("none", "pre", "post"),
-    "position": ("rope", "relative", "none"),
-    "query_key": ("zero-query", "zero-key", "small", "normal"),
-    "init": ("orthogonal", "gaussian"),
-    "head": ("lm", "token", "pooled"),
-    "bias_gain": (True, False),
-    "mlp_bias": (True, False),
-    "causal": (True, False),
-    "tied_head": (True, False),
-    "mlp_init": (None, "mirrored"),
-    "value_output": ("trained", "identity"),
-}
 
 
 def _check_kinds(config: ModelConfig) -> None:
@@ -368,13 +356,8 @@ def _check_kinds(config: ModelConfig) -> None:
     for name in ("attention_skip", "mlp_skip"):
         if not isinstance(value := getattr(config, name), Skip):
             raise ValueError(f"{name} is {value!r}; it must be a Skip, such as Skip.normalised(0.98)")
-
-
-def _whole_numbers(config: ModelConfig) -> dict[str, int]:
-    """All sizes that were given, as Python's integers: numpy's are no JSON, and 36.0 blocks cannot be counted."""
-    given = {name: getattr(config, name) for name in _LEAST}
-    derived = ("kv_heads", "hidden")
-    return {name: _whole(name, value) for name, value in given.items() if not (value is None and name in derived)}
+    if not isinstance(config.images, Images | None):
+        raise ValueError(f"images is {config.images!r}; it must be Images(…), or None for tokens")
 
 
 def _whole(name: str, value: Any) -> int:
@@ -412,8 +395,6 @@ def _check_images(config: ModelConfig) -> None:
     images = config.images
     if images is None:
         return
-    if not isinstance(images, Images):
-        raise ValueError(f"images is {images!r}; it must be Images(…), or None for tokens")
     if config.length != images.length:
         raise ValueError(
             f"length={config.length}, and images of {images.side} × {images.side} in patches of {images.patch} have "
@@ -475,14 +456,10 @@ def _check_identity_values(config: ModelConfig) -> None:
 
 
 def _check_choices(config: ModelConfig) -> None:
-    """Refuse words that are not known, numbers that cannot be, and fields that contradict each other."""
-    for name, allowed in _CHOICES.items():
-        value = getattr(config, name)
-        if not any(value is one if isinstance(one, bool) else value == one for one in allowed):
-            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
-    if not (_finite(config.rope_base) and config.rope_base > 0):
+    """Refuse numbers that cannot be, and fields that contradict each other."""
+    if not 0 < config.rope_base < math.inf:
         raise ValueError(f"rope_base is {config.rope_base!r}; it must be finite and above 0 (10000 is usual)")
-    if not _finite(config.query_key_scale):
+    if not math.isfinite(config.query_key_scale):
         raise ValueError(f"query_key_scale is {config.query_key_scale!r}; it must be a finite number (0.1 is usual)")
     skip = config.attention_skip
     if config.preserves_signal and abs(skip.shortcut**2 + skip.residual**2 - 1.0) > 1e-9:
@@ -504,10 +481,6 @@ def _check_choices(config: ModelConfig) -> None:
         raise ValueError(
             "a non-causal model sees the token it would predict; use head='token' or 'pooled' for encoders"
         )
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_mirrored(config: ModelConfig, given: Any) -> None:

@@ -88,14 +88,12 @@ def _conditions(model: Transformer, index: int, streams: Sequence[Stream]) -> di
     """Condition numbers (2-norm) of the matrices that could become block `index`'s stream."""
     if index == 0:
         return {}
-    attention = _attention(model.blocks[index])
-    names = [name for name in foldable_streams(model.config) if name in streams]
-    return {name: _condition(_exact(getattr(attention, name).weight)) for name in names}
-
-
-def _condition(matrix: Tensor) -> float:
-    values = torch.linalg.svdvals(matrix)
-    return float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
+    found: dict[Stream, float] = {}
+    for name in foldable_streams(model.config):
+        if name in streams:
+            values = torch.linalg.svdvals(_exact(getattr(_attention(model.blocks[index]), name).weight))
+            found[name] = float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
+    return found
 
 
 def _best(conditions: dict[Stream, float], limit: float) -> Stream | None:
@@ -127,19 +125,16 @@ class Folding:
                 raise ValueError(f"block {index} has stream {stream!r}; here it can be one of {names}")
 
     @property
-    def shaped(self) -> ShapedActivation:
-        """φ̂, whose constants go into the weights."""
-        return cast(ShapedActivation, self.config.activation)
-
-    @property
     def activation(self) -> ShapedActivation:
-        """φ, which is left of it."""
-        return ShapedActivation(self.shaped.base, negative_slope=self.shaped.negative_slope)
+        """φ, which is left of φ̂ when its constants are in the weights."""
+        shaped = self.config.shaped_activation
+        return ShapedActivation(shaped.base, negative_slope=shaped.negative_slope)
 
     @property
     def mlp_bias(self) -> bool:
         """Whether the MLP has biases: also without any in the configuration, when the activation's shifts need them."""
-        return self.config.mlp_bias or self.shaped.input_shift != 0.0 or self.shaped.output_shift != 0.0
+        shaped = self.config.shaped_activation
+        return self.config.mlp_bias or shaped.input_shift != 0.0 or shaped.output_shift != 0.0
 
     def keeps_output(self, index: int) -> bool:
         """Whether block `index` still has W_O: that of readers, and the last of an attention-only model, which has no
@@ -208,7 +203,7 @@ def _merged_blocks(model: Transformer, folding: Folding) -> Iterator[Weights]:
         if carried is not None:
             weights |= {name: weights[name] @ carried for name in STREAMS}
         if block.mlp is not None:
-            _merge_mlp(weights, folding.shaped)
+            _merge_mlp(weights, folding.config.shaped_activation)
             following = folding.streams[index + 1] if index + 1 < len(folding.streams) else None
             if following is not None:  # the matrix that makes this block's output the next one's stream
                 basis = _exact(getattr(_attention(model.blocks[index + 1]), following).weight)
@@ -346,8 +341,7 @@ class FoldedTransformer(Transformer):
         super().__init__(folding.config, impl=impl)
         self.folding = folding
         for index, stream in enumerate(folding.streams):
-            attention = cast(ShapedAttention, cast(Block, self.blocks[index]).attention.inner)
-            self.blocks[index] = _folded_block(attention, folding, index, stream)
+            self.blocks[index] = _folded_block(_attention(self.blocks[index]), folding, index, stream)
         self.requires_grad_(False).eval()
 
     def reset_parameters(self) -> None:

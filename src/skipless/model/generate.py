@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skipless.console import check_fits, check_seed
-from skipless.ops.cuda_graph import CudaRecorder, Recorder
+from skipless.ops.cuda_graph import CudaRecorder
 from skipless.ops.layout import PADDING, Layout
 from skipless.schema import check, check_own
 
@@ -225,7 +225,6 @@ class BlockCache:
             self._values = self._values.index_select(0, rows.to(self._values.device))
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` slots."""
         self.length = min(self.length, length)
 
     def _buffers(self, k: Tensor, v: Tensor, end: int) -> tuple[Tensor, Tensor]:
@@ -377,7 +376,7 @@ class ReplayedStep:
     from now on. The logits returned are overwritten by the next call.
     """
 
-    def __init__(self, model: "Transformer", cache: KVCache, recorder: Recorder | None = None):
+    def __init__(self, model: "Transformer", cache: KVCache, recorder: CudaRecorder | None = None):
         self.model, buffers = model, [block.buffers() for block in cache]
         keys = buffers[0][0]
         batch, _, self.capacity, _ = keys.shape
@@ -394,7 +393,7 @@ class ReplayedStep:
         self._replay = self._record(recorder or CudaRecorder())
 
     @torch.no_grad()
-    def _record(self, recorder: Recorder):
+    def _record(self, recorder: CudaRecorder):
         start = self.position.clone()
         for _ in range(_WARM_UP):
             recorder.warm_up(self._step)

@@ -96,10 +96,10 @@ def _skipless(dataset: Callable) -> dict[str, Callable[..., ModelConfig]]:
     }
     activations = {"": None, "-tat": "tat-leaky_relu", "-gelu": "gelu", "-sigmoid": "sigmoid"}
     return {
-        f"{name}{suffix}{'-ln' * (norm == 'pre')}": dataset(scheme, activation=activation, norm=norm)
+        f"{name}{suffix}{ln}": dataset(scheme, activation=activation, norm=norm)
         for name, scheme in schemes.items()
         for suffix, activation in activations.items()
-        for norm in ("none", "pre")
+        for ln, norm in (("", "none"), ("-ln", "pre"))
     }
 
 

@@ -75,14 +75,11 @@ class Quantisation:
     per_tensor: bool = False
 
 
-def _int8(x: Tensor, per_tensor: bool) -> Tensor:
-    return integers(x, 8, per_tensor)
+def _integers(bits: int) -> Rounded:
+    return lambda x, per_tensor: integers(x, bits, per_tensor)
 
 
-def _int4(x: Tensor, per_tensor: bool) -> Tensor:
-    return integers(x, 4, per_tensor)
-
-
+_int8, _int4 = _integers(8), _integers(4)
 QUANTISATIONS = {
     each.name: each
     for each in (
@@ -100,7 +97,7 @@ QUANTISATIONS = {
 
 
 def quantisation(name: str) -> Quantisation:
-    """By name; ValueError names the nearest."""
+    """The quantisation of this name; ValueError names the nearest."""
     if name not in QUANTISATIONS:
         raise ValueError(f"there is no quantisation {name!r}; {nearest(name, QUANTISATIONS)}")
     return QUANTISATIONS[name]

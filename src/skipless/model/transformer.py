@@ -148,7 +148,6 @@ class Transformer(nn.Module):
         return self
 
     def each_block(self) -> Iterator[Block]:
-        """The blocks, first to last."""
         return iter(cast(Iterable[Block], self.blocks))
 
     def embed(self, tokens: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:

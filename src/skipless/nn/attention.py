@@ -140,9 +140,12 @@ class ShapedAttention(nn.Module):
     def finish(self, mixed: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
         """W_O on the heads side by side; in Value-SkipInit on αV + β·mixed, with v the values of x alone.
 
-        Of readers alone: what they give is added to the other heads.
+        With readers W_O multiplies their heads alone, and the product is added to the other heads.
         """
-        mixed = self._with_own_values(mixed, v).transpose(1, 2).flatten(2).to(dtype)
+        if self.value_gains is not None and self.attention_gains is not None:
+            own = v.repeat_interleave(self.heads // v.shape[1], dim=1)
+            mixed = self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
+        mixed = mixed.transpose(1, 2).flatten(2).to(dtype)
         if not self.options.readers:
             return project(mixed, self.output)[0]
         carried, read = mixed.split([self.query.in_features, self.output.in_features], dim=-1)
@@ -151,9 +154,9 @@ class ShapedAttention(nn.Module):
     def inputs(
         self, x: Tensor, positions: Positions | None = None, held: tuple[Tensor, Tensor] | None = None
     ) -> AttentionInputs:
-        """What forward hands to shaped_attention for x, rotated, for those who look inside; nothing is attended.
+        """What forward hands to shaped_attention for x, with q and k rotated. For inspection: attention does not run.
 
-        held: the keys and values of a cache that has taken in those of x.
+        held: the keys and values of a cache that has already stored those of x.
         """
         positions = positions or self._default_positions(x)
         q, k, v, _ = self._project(x)
@@ -164,7 +167,8 @@ class ShapedAttention(nn.Module):
         return AttentionInputs(q, k, v, self._bias_for(x, k, positions), positions.layout, self.bias_gain, scores)
 
     def bias(self, length: int, device: torch.device, dtype: torch.dtype) -> BiasVectors:
-        """The shape's vectors for `length` locations: stored, and rebuilt for another device, dtype or longer input.
+        """The shape's vectors for `length` locations. They are stored, and built anew for another device, another
+        dtype or a longer input.
 
         All blocks store vectors of one length, the next power of two, so that compiled blocks share a graph.
         """
@@ -176,7 +180,7 @@ class ShapedAttention(nn.Module):
         return stored
 
     def _apply(self, fn, recurse: bool = True):
-        """The shape's vectors follow the parameters at once: what is traced next finds them in place."""
+        """Move the shape's vectors with the parameters, so that a trace finds them in place."""
         super()._apply(fn, recurse)
         parameter, stored = next(self.parameters(), None), self._bias
         if stored is not None and parameter is not None and not parameter.is_meta and parameter.is_floating_point():
@@ -185,7 +189,7 @@ class ShapedAttention(nn.Module):
         return self
 
     def prepare(self, x: Tensor, layout: Layout | None) -> Layout | None:
-        """What all blocks share of attention to x (batch, T, width), done once; returns the layout to hand them."""
+        """Do once what all blocks share of attention to x (batch, T, width). Returns the layout to hand to them."""
         if self.relative is not None:
             return layout
         length = x.shape[1] if layout is None else layout.extent or x.shape[1]
@@ -200,14 +204,14 @@ class ShapedAttention(nn.Module):
         return joint_layers(self.query, self.key, *(() if self.options.readers else (self.value,)))
 
     def set_qkv_weight(self, weight: nn.Parameter | None) -> None:
-        """Compute that one product with `weight`, the matrices of qkv_layers() one below the other, stored elsewhere.
+        """Multiply by `weight` in place of the matrices of qkv_layers(): it holds them one below the other.
 
-        It is not a parameter of this module. None: the layers' own matrices.
+        The module does not own it, and lists no such parameter. None: the layers' own matrices.
         """
         object.__setattr__(self, "qkv_weight", weight)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values by head; and the product that they are slices of, if attention alone reads it."""
+        """Queries, keys and values by head; and the product that they are slices of, if nothing else reads it."""
         layers = self.qkv_layers()
         qkv = project_jointly(x, layers, self.qkv_weight, sharded=self.sharded)
         if qkv is None:
@@ -219,13 +223,6 @@ class ShapedAttention(nn.Module):
         v = torch.cat([x.to(k.dtype), v], dim=-1) if self.options.readers else v
         q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (q, k, v.to(k.dtype)))
         return q, k, v, qkv if self.value_gains is None and k.shape[1] == v.shape[1] else None
-
-    def _with_own_values(self, mixed: Tensor, v: Tensor) -> Tensor:
-        """Value-SkipInit's αV + β·mixed; for other shapes mixed as it is."""
-        if self.value_gains is None or self.attention_gains is None:
-            return mixed
-        own = v.repeat_interleave(self.heads // v.shape[1], dim=1)
-        return self.value_gains[:, None, None] * own + self.attention_gains[:, None, None] * mixed
 
     def _default_positions(self, x: Tensor) -> Positions:
         if self.options.position != "rope":
@@ -249,7 +246,7 @@ def _rotated(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, T
 
 
 def _for_each(values: Tensor, keys: Tensor) -> Tensor:
-    """The keys, repeated where grouped queries share them and values, the input's own heads, are not shared."""
+    """The keys, repeated for each head of values: grouped queries share keys, but not values that are the input."""
     groups = values.shape[1] // keys.shape[1]
     return keys if groups == 1 else keys.repeat_interleave(groups, dim=1)
 

@@ -21,7 +21,7 @@ class Positions:
     rotation: Rotation | None = None
 
     def to(self, device: torch.device | str | int, **_) -> "Positions":
-        """On another device: a model spread over several calls this before each block."""
+        """The positions on another device. A model spread over several devices calls this before each block."""
         return Positions(
             self.layout.to(device) if self.layout is not None else None,
             self.rotation.to(device) if self.rotation is not None else None,

@@ -1,6 +1,6 @@
 """A shaped activation of x plus a bias: one fused GPU kernel where there is one, torch's own operations elsewhere.
 
-And the door for activations of one's own.
+`register_activation` adds an activation of your own.
 """
 
 import re
@@ -45,7 +45,7 @@ def register_activation(name: str) -> Callable[[Function], Function]:
 
     ModelConfig(activation="dks-soft"), skipless.tat(soft, 36) and activation=soft all take it then. It must act on each
     number by itself, in its dtype, and be smooth: theory reads φ, φ' and φ'' from it, by autograd in float64. Where
-    φ(x) − φ(−x) is a multiple of x it can be mirrored. Whoever loads a model of it must have imported it.
+    φ(x) − φ(−x) is a multiple of x it can be mirrored. Import its code before you load a model of it.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"an activation's name is {name!r}; use small letters, digits and underscores, such as 'soft'")

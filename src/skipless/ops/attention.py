@@ -47,7 +47,7 @@ class Rotation:
         return cls(*(torch.cat([getattr(axis, name) for axis in axes], dim=-1) for name in ("cos", "sin")))
 
     def to(self, device: torch.device | str | int) -> "Rotation":
-        """On another device; itself where it is there already."""
+        """The rotation on another device; itself if it is there already."""
         cos = self.cos.to(device)
         return self if cos is self.cos else Rotation(cos, self.sin.to(device))
 
@@ -132,7 +132,7 @@ def rotary_attention(inputs: AttentionInputs, qkv: Tensor, rotation: Rotation, i
 
 
 def attend_by_triton(inputs: AttentionInputs) -> Tensor:
-    """By GPU kernels of our own, in O(T) memory beside q, k, v and the output: one number per query, and the vectors.
+    """Attention by GPU kernels of our own. Beside q, k, v and the output they store one number per query.
 
     Its gradients take up to launch.SAVED_SCORES_BYTES besides, for those of the scores.
     """

@@ -140,11 +140,11 @@ class BiasVectors:
         return {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
 
     def with_tensors(self, **tensors: Tensor) -> "BiasVectors":
-        """The same around other tensors: what a module builds from its buffers on each forward."""
+        """These vectors with other tensors: what a module builds from its buffers on each forward."""
         return replace(self, **tensors)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "BiasVectors":
-        """On another device or, for float32 and float64, in another dtype."""
+        """The vectors on another device or, for float32 and float64, in another dtype."""
         return self.with_tensors(**{name: t.to(device=device, dtype=dtype) for name, t in self.tensors().items()})
 
     def for_kernels(self, gain: Tensor | None = None) -> "KernelBias":
@@ -245,7 +245,7 @@ class AttentionInputs:
         return self.layout is None or self.layout.past is not None
 
     def by_run(self) -> "list[AttentionInputs]":
-        """The same as one call for each run of heads that have one shape."""
+        """One call for each run of heads that have one shape."""
         k, v = (t.repeat_interleave(self.groups, dim=1) if self.groups > 1 else t for t in (self.k, self.v))
         gain, scores, calls = self.bias_gain, self.score_bias, []
         for heads, bias in self.bias.by_run():

@@ -108,7 +108,7 @@ def _forward(
 
 
 def _count(losses: Tensor, counted: Tensor | None) -> int | Tensor:
-    """How many rows the mean is over; for none of them 1."""
+    """How many rows the mean is over; 1 if there are none."""
     return len(losses) if counted is None else counted.sum().clamp(min=1)
 
 

@@ -1,7 +1,6 @@
 """CUDA graphs of a function that reads and writes fixed tensors: recorded once, then replayed by one call."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,20 +8,11 @@ from torch import Tensor
 Replay = Callable[[], tuple[Tensor, ...]]
 
 
-class Recorder(Protocol):
-    """What makes a graph of a function that reads and writes fixed tensors."""
-
-    def warm_up(self, function: Callable[[], object]) -> None:
-        """Run the function where it will be captured."""
-        ...
-
-    def capture(self, function: Replay) -> Replay:
-        """The function's work as one call, which returns the same tensors each time; nothing runs yet."""
-        ...
-
-
 class CudaRecorder:
-    """Captures on the stream that it warms up on, since a backward pass runs on the stream of its forward pass."""
+    """Makes a graph of a function. Tests put a class with the same two methods in its place.
+
+    It captures on the stream that it warms up on, since a backward pass runs on the stream of its forward pass.
+    """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -36,7 +26,10 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def capture(self, function: Replay) -> Replay:
-        """Errors are looked for in this thread only: a loader's own thread may pin memory meanwhile."""
+        """The function's work as one call, which returns the same tensors each time; nothing runs yet.
+
+        Errors are looked for in this thread only: a loader's own thread may pin memory meanwhile.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             outputs = function()

@@ -60,7 +60,8 @@ def why_not(inputs: AttentionInputs) -> str | None:
         return f"FlexAttention has no backward pass on {inputs.q.device.type}, and a gradient is required"
     if torch.compiler.is_compiling() and not inputs.q.is_cuda:
         return f"torch's {inputs.q.device.type} FlexAttention cannot be part of a larger compiled function"
-    if _is_wrong_on_cpu(inputs):
+    if inputs.k.shape[2] % 16 == 8 and inputs.q.shape[3] < 32 and not inputs.q.is_cuda:
+        # seen in torch 2.13: noise or NaN, without any score modification too
         return (
             f"torch's CPU FlexAttention gives wrong numbers for {inputs.k.shape[2]} keys of head_width "
             f"{inputs.q.shape[3]} (below 32, with 8 keys modulo 16)"
@@ -82,11 +83,6 @@ def _is_prepared(inputs: AttentionInputs) -> bool:
     if inputs.layout is None or inputs.in_order or inputs.layout.past is not None:
         return True
     return ("flex", inputs.bias.causal) in inputs.layout.for_rows(inputs.q.shape[0]).memo
-
-
-def _is_wrong_on_cpu(inputs: AttentionInputs) -> bool:
-    """Seen in torch 2.13: noise or NaN, without any score modification too, against scaled_dot_product_attention."""
-    return inputs.k.shape[2] % 16 == 8 and inputs.q.shape[3] < 32 and not inputs.q.is_cuda
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, score_mod, block_mask, enable_gqa: bool) -> Tensor:

@@ -108,13 +108,13 @@ class Layout:
         return cls(locations[:, slots - queries :], locations, documents[:, slots - queries :], documents)
 
     def to(self, device: torch.device | str | int) -> "Layout":
-        """On another device: itself where it is there already, and one copy per device for all blocks."""
+        """The layout on another device: itself if it is there already, else one copy per device for all blocks."""
         if self.key_locations.to(device) is self.key_locations:
             return self
         return self._changed(("to", str(device)), lambda tensor: tensor.to(device))
 
     def for_rows(self, batch: int) -> "Layout":
-        """With a row of its own for each of `batch` rows, where batch 1 stood for all: what GPU kernels index."""
+        """The layout with a row for each of `batch` rows, where batch 1 stood for all: what GPU kernels index."""
         if self.past is not None or self.query_locations.shape[0] == self.key_locations.shape[0] == batch:
             return self
         return self._changed(("rows", batch), lambda tensor: tensor.expand(batch, -1).contiguous())
@@ -203,7 +203,14 @@ def block_mask(layout: Layout, causal: bool) -> BlockMask:
     """FlexAttention's mask for a layout, remembered in the layout for the other blocks of the network."""
 
     def make() -> BlockMask:
-        return _build(layout, causal, _layout_mask(layout, causal) if layout.past is None else _after(layout.past))
+        partial, full = visited(layout, causal)
+        return BlockMask.from_kv_blocks(
+            *_ordered(partial),
+            *_ordered(full),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=_layout_mask(layout, causal) if layout.past is None else _after(layout.past),
+            seq_lengths=(layout.query_locations.shape[1], layout.key_locations.shape[1]),
+        )
 
     return layout.remember(("flex", causal), make)
 
@@ -244,17 +251,6 @@ def _layout_mask(layout: Layout, causal: bool):
     return visible
 
 
-def _build(layout: Layout, causal: bool, mask_mod) -> BlockMask:
-    partial, full = visited(layout, causal)
-    return BlockMask.from_kv_blocks(
-        *_ordered(partial),
-        *_ordered(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask_mod,
-        seq_lengths=(layout.query_locations.shape[1], layout.key_locations.shape[1]),
-    )
-
-
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """(number, indices) of chosen key blocks per query block, with an axis for heads: FlexAttention's form."""
     chosen = chosen[:, None].to(torch.int32)
@@ -277,7 +273,7 @@ class KernelLayout(NamedTuple):
 
 
 def kernel_layout(layout: Layout, batch: int, causal: bool) -> KernelLayout:
-    """Of a layout with one row for each row of the batch; remembered in the layout for the other blocks."""
+    """The GPU kernels' form of a layout, remembered in the layout for the other blocks."""
     layout = layout.for_rows(batch)
 
     def make() -> KernelLayout:

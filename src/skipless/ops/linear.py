@@ -39,7 +39,7 @@ def project_jointly(
     """x times all matrices as one product, in compiled training, where putting them together costs nothing; else None.
 
     weight: the matrices one below the other, where they are stored so. None also where a layer has hooks.
-    sharded: their products are put together, not they: the backward pass would keep what was put together, whole.
+    sharded: join the products and not the matrices, since the backward pass would keep the joined matrix whole.
     """
     if not layers or any(has_hooks(layer) for layer in layers):
         return None
@@ -53,7 +53,7 @@ def project_jointly(
 def joint_layers(*layers: nn.Module) -> tuple[nn.Linear, ...]:
     """The leading layers whose products of one input may be one product; none where that is a single layer.
 
-    They are all trained or all frozen: one product of matrices of both kinds would compute gradients that nobody wants.
+    They are all trained or all frozen: one product of both kinds would compute gradients that nothing uses.
     """
     joint: list[nn.Linear] = []
     for layer in layers:
@@ -64,7 +64,7 @@ def joint_layers(*layers: nn.Module) -> tuple[nn.Linear, ...]:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Of x times a matrix: x's own, or autocast's where it is on, which leaves float64 alone."""
+    """The dtype of x times a matrix: x's own, or autocast's where it is on, which leaves float64 alone."""
     kind = x.device.type
     lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if lowered else x.dtype

@@ -79,7 +79,7 @@ def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:
 
 
 def backends_with_bias(q: Tensor) -> list[SDPBackend] | None:
-    """Those of torch's kernels that may add a bias to the scores of q; None on a CPU, where torch chooses.
+    """The kernels of torch that may add a bias to the scores of q; None on a CPU, where torch chooses.
 
     Never cuDNN's. It reads a float32 bias as if it were q's half precision, and gives wrong numbers (pytorch#191612);
     and from torch 2.11 on its dq is NaN where T % 128 = 64 and a row's log-sum-exp is below −88 (pytorch#196678).
@@ -107,8 +107,8 @@ _CHUNK = 64
 def initial_attention(shape: AttentionShape, values: Tensor) -> Tensor:
     """A @ values for values (…, T, d), in time and memory O(T), differentiable. float64 inside, values' dtype outside.
 
-    ExponentialShape is a first-order filter along locations, UniformShape two running sums (He et al. 2023, Thm 3 and
-    Thm 1, with the closed forms of `theory.exponential.apply` and `theory.uniform.apply`).
+    ExponentialShape is a first-order filter along locations, UniformShape two running sums. He et al. 2023, Thm 3 and
+    Thm 1. The oracle at lengths of which no matrix can be made.
     """
     exact = values.to(torch.float64)
     if isinstance(shape, ExponentialShape):

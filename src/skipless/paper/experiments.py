@@ -21,9 +21,8 @@ from skipless.training.config import DataConfig, Experiment, OptimizerConfig, Pr
 if TYPE_CHECKING:
     from skipless.paper.claims import Claim
 
-Measure = Literal[
-    "", "probes", "tasks", "uses", "pace"
-]  # names in logs; "pace": the time of a step, with nothing beside it
+# Names in logs. "pace" is the time of a step, with nothing beside it.
+Measure = Literal["", "probes", "tasks", "uses", "pace"]
 Optimizer = Literal["adam", "muon", "soap"]
 
 # The rate falls as depth^−power. Each of L blocks moves the output of a network without skips by about as much as its
@@ -145,12 +144,12 @@ class Arm:
         return _model(self, scale, text)
 
     def outline(self, scale: "Scale", text: Facts) -> ModelConfig:
-        """The same without its activation, for which nothing need be solved: enough for sizes and costs."""
+        """The network without its activation, for which nothing need be solved: enough for sizes and costs."""
         plain = _plain(self)
         return plain.replace(**{**scale.sizes(plain, self.corpus), **text.sizes(plain)})
 
     def multiples_at(self, scale: "Scale") -> tuple[float, ...]:
-        """Its step multiples, as far as they are run at this scale."""
+        """The step multiples that are run at this scale."""
         return tuple(multiple for multiple in self.step_multiples if multiple <= scale.longest)
 
     def rates(self, scale: "Scale", text: Facts, count: int) -> tuple[float, ...]:

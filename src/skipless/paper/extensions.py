@@ -39,7 +39,7 @@ def _longer(name: str, corpus: str, where: str, step_multiples: tuple[float, ...
     vanilla = (*numbers.train_loss("e-spa"), ratio) if wikitext else (ratio,)
     return PaperTable(
         name,
-        "Vanilla E-SPA trained longer, until it matches Pre-LN" + ", in C4's shape" * (not wikitext),
+        "Vanilla E-SPA trained longer, until it matches Pre-LN" + ("" if wikitext else ", in C4's shape"),
         where,
         (
             Arm("pre-ln", "Pre-LN", f"{corpus}/pre-ln", printed=baseline),
@@ -204,7 +204,7 @@ CLOSING = PaperTable(
             _shaped(0.05),
             name="gamma-0.05-vo",
             label="γ_L = 0.05, W_V and W_O at 0.3",
-            role_rates={"value": 0.3, "output": 0.3},
+            role_rates=_SLOWER,
             core=False,
         ),
     ),
@@ -255,7 +255,8 @@ ROUNDING = PaperTable(
 
 
 def _deep(depth: int, way: str = "", words: str = "", **fields: Any) -> Arm:
-    name, label = f"e-spa-{depth}" + f"/{way}" * bool(way), f"{depth} blocks" + f", {words}" * bool(words)
+    name = f"e-spa-{depth}/{way}" if way else f"e-spa-{depth}"
+    label = f"{depth} blocks, {words}" if words else f"{depth} blocks"
     return Arm(name, label, f"depth/e-spa-{depth}", **fields)
 
 

@@ -183,7 +183,7 @@ def _losses(model: Any, rows: Any, fitted: Any) -> tuple[dict[str, float], dict[
 
 
 def _backwards(model: Any, tokens: Any) -> dict[str, list[float]]:
-    """Errors by block; none can be had where a norm or gains stand in the way."""
+    """Errors by block."""
     from skipless.inspection.inverse import recomputed
 
     found = recomputed(model, tokens)

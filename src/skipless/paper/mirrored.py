@@ -77,6 +77,7 @@ STEPS_POWER = 1 / 3  # of the law over steps, not measured here: others find abo
 
 _OPTIMISERS: dict[Optimizer, str] = {"adam": "Adam", "muon": "Muon", "soap": "SOAP"}
 _VALUE_OUTPUT: dict[Optimizer, float] = {"adam": 0.3, "muon": 0.1, "soap": 0.3}
+_SLOWER = {"value": 0.3, "output": 0.3}
 _PLAIN: dict[str, Any] = {"mlp_init": "mirrored", "activation": "gelu"}
 _SLOWER_DECAY = {"scheme": ExponentialSPA(0.05, REPEAT_RATE)}
 _MIRRORED = {**_PLAIN, **_SLOWER_DECAY}
@@ -114,54 +115,25 @@ FACTORS = PaperTable(
 )
 
 
+def _mirrored(words: str, changes: dict[str, Any], seeds: int | None = 3, **factors: float) -> Arm:
+    """A mirrored arm, yet without a name and an optimiser. factors: on the rates of W_V and W_O."""
+    gain_rate, rates = GAIN_RATE if changes.get("bias_gain") else None, _factors(**factors)
+    label = f"E-SPA mirrored, {words}"
+    return Arm("", label, "wikitext103/e-spa", changes, role_rates=rates, gain_rate=gain_rate, seeds=seeds)
+
+
 def _networks(optimizer: Optimizer) -> dict[str, Arm]:
     """Every kind of network of `mirrored`, with one optimiser."""
-    slower = _VALUE_OUTPUT[optimizer]
+    slower, wider = _VALUE_OUTPUT[optimizer], _GAIN | {"hidden": 5 * experiments.PAPER_WIDTH}
+    by_dks, rates = ("E-SPA, DKS-GELU, W_V and W_O at 0.3", _SLOWER) if optimizer == "muon" else ("E-SPA, DKS-GELU", {})
     kinds = {
         "pre-ln": Arm("", "Pre-LN", "wikitext103/pre-ln", seeds=3),
-        "mirrored": Arm(
-            "",
-            f"E-SPA mirrored, W_V and W_O at {slower:g}",
-            "wikitext103/e-spa",
-            _MIRRORED,
-            role_rates=_factors(value=slower, output=slower),
-            seeds=3,
-        ),
-        "mirrored-identity": Arm(
-            "", "E-SPA mirrored, W_V = W_O = I", "wikitext103/e-spa", _IDENTITY, role_rates=_factors(), seeds=3
-        ),
-        "mirrored-frozen": Arm(
-            "",
-            "E-SPA mirrored, W_V and W_O held still",
-            "wikitext103/e-spa",
-            _MIRRORED,
-            role_rates=_factors(value=0.0, output=0.0),
-        ),
-        "mirrored-gain": Arm(
-            "",
-            "E-SPA mirrored, W_V = W_O = I, gains on biases",
-            "wikitext103/e-spa",
-            _GAIN,
-            role_rates=_factors(),
-            gain_rate=GAIN_RATE,
-            seeds=3,
-        ),
-        "mirrored-wider": Arm(
-            "",
-            "E-SPA mirrored, W_V = W_O = I, gains, 5d hidden units: as many parameters as Pre-LN",
-            "wikitext103/e-spa",
-            _GAIN | {"hidden": 5 * experiments.PAPER_WIDTH},
-            role_rates=_factors(),
-            gain_rate=GAIN_RATE,
-            seeds=3,
-        ),
-        "e-spa": Arm(
-            "",
-            "E-SPA, DKS-GELU" + ", W_V and W_O at 0.3" * (optimizer == "muon"),
-            "wikitext103/e-spa",
-            _SLOWER_DECAY,
-            role_rates={"value": 0.3, "output": 0.3} if optimizer == "muon" else {},
-        ),
+        "mirrored": _mirrored(f"W_V and W_O at {slower:g}", _MIRRORED, value=slower, output=slower),
+        "mirrored-identity": _mirrored("W_V = W_O = I", _IDENTITY),
+        "mirrored-frozen": _mirrored("W_V and W_O held still", _MIRRORED, None, value=0.0, output=0.0),
+        "mirrored-gain": _mirrored("W_V = W_O = I, gains on biases", _GAIN),
+        "mirrored-wider": _mirrored("W_V = W_O = I, gains, 5d hidden units: as many parameters as Pre-LN", wider),
+        "e-spa": Arm("", by_dks, "wikitext103/e-spa", _SLOWER_DECAY, role_rates=rates),
         "e-spa-skip": Arm("", "E-SPA, normalised skips, no LN", "wikitext103/e-spa-skip"),
     }
     return {
@@ -316,7 +288,7 @@ def _deep(kind: str, depth: int) -> Arm:
     constant = kind == "pre-ln-constant"
     network = "pre-ln" if constant else kind
     arm = ARMS["muon"][network]
-    words = ", the rate of 36" * constant
+    words = ", the rate of 36" if constant else ""
     return replace(
         arm,
         name=f"{kind}/{depth}",

@@ -22,7 +22,7 @@ class Printed:
     steps: float = 1.0
 
     def text(self) -> str:
-        """As a cell of a table: 2.79 ± 0.02."""
+        """The cell of a table: 2.79 ± 0.02."""
         digits = 2 if self.quantity == "train_loss" else 1
         spread = "" if self.deviation is None else f" ± {self.deviation:g}"
         return f"{self.value:.{digits}f}{spread}"

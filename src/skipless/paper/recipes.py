@@ -42,11 +42,6 @@ IMAGE_EMBEDDING_RATE, LABEL_SMOOTHING = 2e-3, 0.1
 IMAGE_RATES = {"pre-ln": 1e-2, "mirrored": 3e-3, "mirrored-u-spa": 3e-3, "e-spa": 1e-3, "u-spa": 1e-3}
 
 
-def names() -> list[str]:
-    """All recipe names."""
-    return presets.names()
-
-
 def recipe(name: str) -> Experiment:
     """The Experiment of a preset under App. H: corpus, steps, batch, length, warm-up, Adam and its rates.
 
@@ -140,9 +135,10 @@ def plan(experiment: str | Path | Experiment, data: str | Path | None = None) ->
 
 
 def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from the sizes that are asked of a mirrored recipe, by dotted names: its rate from the depth, as
-    rate·depth stays, and heads of 64 from the width, with the recipe's share of readers. Nothing where that is asked
-    for too, or for other recipes.
+    """Fields of a mirrored recipe that follow from the sizes in `values`, by their dotted names; none for others.
+
+    The rate follows from the depth, so that rate·depth stays. Heads, 64 wide, follow from the width, and readers keep
+    the recipe's share of them. A field that `values` names does not follow.
     """
     found: dict[str, Any] = {}
     if not recipe.name.startswith("mirrored-"):

@@ -78,7 +78,6 @@ class Text(_Known):
         return f"{name}, {self.tokens / 1e6:.1f}M {'bytes' if self.vocab_size == 256 else 'tokens'}"
 
     def describe(self) -> str:
-        """In words, for a table's head."""
         return f"{self.title} of {self.vocab_size:,} kinds (unigram {self.unigram:.2f})"
 
 
@@ -139,7 +138,6 @@ class ImageSet(_Known):
         return f"{self.name}, {self.images:,} images"
 
     def describe(self) -> str:
-        """In words, for a table's head."""
         return f"{self.title} of {self.side} × {self.side} in {self.classes} classes (entropy {self.unigram:.2f})"
 
 
@@ -147,13 +145,13 @@ Facts = Text | ImageSet
 
 
 def facts_of(values: Mapping[str, Any]) -> Facts:
-    """Those of a record; ValueError where they are none."""
+    """The facts that a record holds; ValueError where they are none."""
     kind = ImageSet if "classes" in values else Text
     return build(kind, dict(values), "text", "text.")
 
 
 def _entropy(counts: np.ndarray) -> float:
-    """In nats, to four decimals, of drawing by these counts."""
+    """The entropy of drawing by these counts, in nats to four decimals."""
     shares = counts[counts > 0] / counts.sum()
     return round(float(-(shares * np.log(shares)).sum()), 4)
 
@@ -200,7 +198,6 @@ class Record:
 
     @property
     def diverged(self) -> bool:
-        """Whether its loss became infinite or NaN."""
         return self.diverged_at is not None
 
     def to_json(self) -> dict[str, Any]:
@@ -276,15 +273,10 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
     valid = [line["valid_loss"] for line in metrics if line.get("valid_loss") is not None]
     right = [line["valid_accuracy"] for line in metrics if line.get("valid_accuracy") is not None]
     accuracy = {"accuracy": 100.0 * right[-1]} if right and diverged is None else {}
+    own = ("key", "arm", "scale", "rate", "seed", "multiple", "measure", "embedding_rate")
     return Record(
-        key=run.key,
+        **{name: getattr(run, name) for name in own},
         item=run.table,
-        arm=run.arm,
-        scale=run.scale,
-        rate=run.rate,
-        seed=run.seed,
-        multiple=run.multiple,
-        measure=run.measure,
         steps=train.steps,
         train_loss=math.inf if diverged is not None else final_loss(metrics, train.ema, train.steps),
         valid_loss=valid[-1] if valid and diverged is None else math.inf,
@@ -295,7 +287,6 @@ def record_of(run: "Run", metrics: Sequence[Mapping[str, Any]], outcome: Mapping
         measures={**outcome.get("measures", {}), **accuracy},
         kernels=dict(outcome.get("kernels", {})),
         by_block=dict(outcome.get("by_block", {})),
-        embedding_rate=run.embedding_rate,
     )
 
 

@@ -38,7 +38,7 @@ class Run:
 
     @property
     def exclusive(self) -> bool:
-        """Whether nothing else may run beside it, because the time of its steps is what is wanted."""
+        """Whether nothing else may run beside it, because its steps are timed."""
         return self.measure == "pace"
 
     @property
@@ -53,7 +53,6 @@ class Run:
         return f"{self.experiment.model.to_json()} {train.batch_size} {train.length}"
 
     def describe(self) -> str:
-        """In words, for a line of progress."""
         longer = "" if self.multiple == 1.0 else f" ×{self.multiple:g}"
         what = f" ({self.measure})" if self.measure else ""
         embedding = "" if self.embedding_rate is None else f", embedding {self.embedding_rate:g}"
@@ -130,7 +129,7 @@ def run_key(experiment: Experiment, text: Facts, measure: Measure = "") -> str:
 
 @functools.lru_cache(maxsize=256)
 def _essentials(model: ModelConfig) -> dict[str, Any]:
-    """Of a network, whose many runs share it."""
+    """The part of a key that the many runs of a network share."""
     return _rounded(_changed(model, model.to_dict()))
 
 
@@ -272,7 +271,10 @@ def _tuned(
     start: float | None,
     others: tuple[float, ...],
 ) -> Outcome:
-    """The arm at these rates. start: the embedding's rate meanwhile, None for the scale's own; others: its others."""
+    """The arm, tuned over a grid of rates.
+
+    start: the embedding's rate while the others are tuned, None for the scale's own; others: its further rates.
+    """
     first = _sweep(list(grid), records, lambda rate: make_run(table, arm, setting, rate, embedding_rate=start))
     embedding = _Sweep({}, (), None, False)
     if (best := first.best) is not None and start is not None:
@@ -453,7 +455,6 @@ class Ratio:
     bound: str = ""
 
     def text(self) -> str:
-        """As a cell of a table."""
         return f"{self.bound} {self.value:.2g}".strip()
 
 

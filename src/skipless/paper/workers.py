@@ -219,7 +219,7 @@ class WorkerProcess(Worker):
             return None, f"its process died (exit code {process.exitcode})"
 
     def interrupt(self) -> None:
-        """What Ctrl-C does in a terminal, which tells all processes: a run that trains saves itself, none is begun."""
+        """Do what Ctrl-C does in a terminal: a run that trains saves itself, and no other begins."""
         process = self._process
         if process is not None and process.is_alive() and process.pid is not None and os.name == "posix":
             os.kill(process.pid, signal.SIGINT)
@@ -379,5 +379,8 @@ def _where(device: str | None) -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str:
+    """Twelve digits of it, and a plus where files differ from it."""
     state = git_state(Path(skipless.__file__).parent)
-    return "" if state is None else state["commit"][:12] + "+" * state["dirty"]
+    if state is None:
+        return ""
+    return f"{state['commit'][:12]}{'+' if state['dirty'] else ''}"

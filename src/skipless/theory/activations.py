@@ -23,7 +23,8 @@ _RECTIFIED = ("relu", "leaky_relu")
 class Smooth(NamedTuple):
     """φ, φ' and φ'' of a base function that is analytic on the real line.
 
-    odd_factor is c where φ(x) − φ(−x) = c·x for every x. source is the function that a user registered.
+    odd_factor is c where φ(x) − φ(−x) = c·x for every x: 1 for x·g(x) with g(x) + g(−x) = 1, and for softplus. source
+    is the function that a user registered.
     """
 
     value: Callable[[Array], Array]
@@ -84,17 +85,19 @@ _SMOOTH: dict[str, Smooth] = {
         lambda x: x * _normal_cdf(x),
         lambda x: _normal_cdf(x) + x * _density(x),
         lambda x: (2 - x * x) * _density(x),
+        odd_factor=1.0,
     ),
-    "gelu_tanh": Smooth(lambda x: x * _logistic(2 * _gelu_gate(x)[0]), _gelu_tanh_slope, _gelu_tanh_curvature),
-    "identity": Smooth(lambda x: 1.0 * x, np.ones_like, np.zeros_like),
+    "gelu_tanh": Smooth(lambda x: x * _logistic(2 * _gelu_gate(x)[0]), _gelu_tanh_slope, _gelu_tanh_curvature, 1.0),
+    "identity": Smooth(lambda x: 1.0 * x, np.ones_like, np.zeros_like, 2.0),
     "sigmoid": Smooth(_logistic, _logistic_slope, _logistic_curvature),
     "silu": Smooth(
         lambda x: x * _logistic(x),
         lambda x: _logistic(x) + x * _logistic_slope(x),
         lambda x: 2 * _logistic_slope(x) + x * _logistic_curvature(x),
+        odd_factor=1.0,
     ),
     "sin": Smooth(np.sin, np.cos, lambda x: -np.sin(x)),
-    "softplus": Smooth(lambda x: np.logaddexp(0.0, x), _logistic, _logistic_slope),
+    "softplus": Smooth(lambda x: np.logaddexp(0.0, x), _logistic, _logistic_slope, 1.0),
     "tanh": Smooth(np.tanh, _sech2, lambda x: -2 * np.tanh(x) * _sech2(x)),
 }
 
@@ -104,11 +107,6 @@ BASE_NAMES: tuple[str, ...] = tuple(sorted((*_SMOOTH, *_RECTIFIED)))  # ours; us
 def add_base(name: str, smooth: Smooth) -> None:
     """Make φ known under a name that is free; `skipless.register_activation` makes all of this of a torch function."""
     _SMOOTH[name] = smooth
-
-
-def own_base(name: str) -> Smooth | None:
-    """What a user registered under this name, or None."""
-    return _SMOOTH.get(name) if name not in BASE_NAMES else None
 
 
 def base_name(base: Any) -> str:
@@ -201,10 +199,6 @@ class ShapedActivation:
         return gate * x if order == 0 else gate
 
 
-# φ(x) − φ(−x) = factor·x. The first four are x·g(x) with g(x) + g(−x) = 1; log(1 + eˣ) − log(1 + e⁻ˣ) = x.
-_ODD_FACTORS = {"gelu": 1.0, "gelu_tanh": 1.0, "silu": 1.0, "relu": 1.0, "softplus": 1.0, "identity": 2.0}
-
-
 def odd_factor(activation: ShapedActivation) -> float | None:
     """c with φ̂(x) − φ̂(−x) = c·x for every x, or None where that difference is not linear.
 
@@ -212,8 +206,7 @@ def odd_factor(activation: ShapedActivation) -> float | None:
     β ≠ 0, breaks the symmetry of every φ but the identity: no smooth activation of DKS or TAT has such a c.
     """
     base, slope = activation.base, activation.negative_slope
-    own = own_base(base)
-    factor = 1.0 + slope if base == "leaky_relu" else own.odd_factor if own is not None else _ODD_FACTORS.get(base)
+    factor = 1.0 + slope if activation.rectified else _SMOOTH[base].odd_factor
     straight = base == "identity" or (base == "leaky_relu" and slope == 1.0)
     if factor is None or (activation.input_shift != 0.0 and not straight):
         return None

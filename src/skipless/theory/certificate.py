@@ -70,7 +70,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """In three or four words: "collapse at block 11"."""
+        """The verdict in three or four words: "collapse at block 11"."""
         if self.block is None:
             return self.kind
         return f"{self.kind} {'from' if self.kind == 'drift' else 'at'} block {self.block}"
@@ -99,7 +99,6 @@ class Certificate:
         return lazy.later("skipless.figures.kernels", "certificate_figure")(self, path)
 
     def as_dict(self) -> dict:
-        """Plain data, ready for JSON."""
         return asdict(self)
 
 

@@ -66,16 +66,6 @@ class ExponentialStep:
         """λ = a(γ')/a(γ), the diagonal of A from location 1 on. App. C, App. F."""
         return 1.0 / (1.0 + self.excess)
 
-    @property
-    def log_gap(self) -> float:
-        """log(1−e^{−Δ}): the bias of every earlier location relative to one's own, at distance 0."""
-        return float(np.log(self.gap))
-
-    @property
-    def log_first_gap(self) -> float:
-        """log(1−e^{−Δ} + 1/λ−1): the same for location 0, which stands for all that came before it."""
-        return float(np.log(self.gap + self.excess))
-
 
 def mean_diagonal(gamma: float, repeat_rate: float, length: int) -> np.ndarray:
     """D̄ = diag(L Σ̄_0 Lᵀ), Σ̄_0 = (1−r)I + r11ᵀ: the mean squared norm per location. App. B.
@@ -105,11 +95,12 @@ def row_sums(step: ExponentialStep, repeat_rate: float, length: int) -> np.ndarr
 def log_columns(step: ExponentialStep, repeat_rate: float, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(column, diagonal) of the bias, up to a constant per row: B_ij = −γ'(i−j) + column_j, B_ii = diagonal_i.
 
-    diagonal = ½ log D̄_in; column = diagonal + log(1−e^{−Δ}), and for location 0 its boosted counterpart.
+    diagonal = ½ log D̄_in; column = diagonal + log(1−e^{−Δ}), and + log(1−e^{−Δ} + 1/λ−1) for location 0, which stands
+    for all that came before it.
     """
     diagonal = 0.5 * np.log(mean_diagonal(step.gamma_in, repeat_rate, length))
-    column = diagonal + step.log_gap
-    column[0] = diagonal[0] + step.log_first_gap
+    column = diagonal + np.log(step.gap)
+    column[0] = diagonal[0] + np.log(step.gap + step.excess)
     return column, diagonal
 
 
@@ -121,20 +112,6 @@ def attention(step: ExponentialStep, repeat_rate: float, length: int) -> np.ndar
     dense[:, 0] += step.excess * decay[:, 0]
     root_in, root_out = (np.sqrt(mean_diagonal(g, repeat_rate, length)) for g in (step.gamma_in, step.gamma_out))
     return step.lam * dense * root_in[None, :] / root_out[:, None]
-
-
-def apply(step: ExponentialStep, repeat_rate: float, values: np.ndarray) -> np.ndarray:
-    """A @ values for values shaped (…, T, d) in O(T d): a first-order filter along locations, an oracle at any T.
-
-    x = √D̄_in · v;  y_0 = x_0, y_t = e^{−γ'} y_{t−1} + λ (x_t − e^{−γ} x_{t−1});  out = y / √D̄_out.
-    """
-    length = values.shape[-2]
-    scaled = values * np.sqrt(mean_diagonal(step.gamma_in, repeat_rate, length))[:, None]
-    drive = scaled.copy()
-    drive[..., 1:, :] -= np.exp(-step.gamma_in) * scaled[..., :-1, :]
-    drive[..., 1:, :] *= step.lam
-    filtered = _decaying_sum(np.moveaxis(drive, -2, 0), float(np.exp(-step.gamma_out)))
-    return np.moveaxis(filtered, 0, -2) / np.sqrt(mean_diagonal(step.gamma_out, repeat_rate, length))[:, None]
 
 
 def converged_length(step: ExponentialStep) -> int:
@@ -158,8 +135,8 @@ def _mean_diagonal_increments(gamma: float, repeat_rate: float, length: int) -> 
     return repeat_rate * step * (m[1:] + m[:-1])
 
 
-def _decaying_sum(drive: Iterable, decay: float) -> np.ndarray:
-    """y_0 = x_0, y_n = x_n + decay·y_{n−1} along `drive`: a first-order filter."""
+def _decaying_sum(drive: Iterable[float], decay: float) -> np.ndarray:
+    """y_0 = x_0, y_n = x_n + decay·y_{n−1}: a first-order filter, as scipy.signal's, which is slow to import."""
     return np.array(list(accumulate(drive, lambda y, x: x + decay * y)))
 
 

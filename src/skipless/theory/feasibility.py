@@ -120,7 +120,7 @@ def check_correlations(rhos: Sequence[float], rho_initial: float) -> None:
 
 
 def check_blocks(name: str, values: Sequence[float], depth: int) -> None:
-    """As many values as blocks."""
+    """Refuse a list that has not one value for each block."""
     if len(values) != check_depth(depth):
         raise ValueError(f"{name} has {len(values)} values and depth is {depth}; give {depth}, one for each block")
 

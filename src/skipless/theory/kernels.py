@@ -16,10 +16,10 @@ from skipless.theory.feasibility import check_correlation, check_decay_rate, che
 def exponential(gamma: float, length: int) -> np.ndarray:
     """Σ(γ)_ij = exp(−γ|i−j|), the E-SPA family. γ = ∞ is the identity. He et al. 2023, Sec. 3.2."""
     check_decay_rate("gamma", gamma)
-    distance = _distances(length)
+    location = np.arange(check_length(length), dtype=np.float64)
     if np.isinf(gamma):
         return np.eye(length)
-    return np.exp(-gamma * distance)
+    return np.exp(-gamma * np.abs(location[:, None] - location[None, :]))
 
 
 def exponential_grid(gamma: float, rows: int, columns: int) -> np.ndarray:
@@ -28,11 +28,6 @@ def exponential_grid(gamma: float, rows: int, columns: int) -> np.ndarray:
     E-SPA's family for images, which the paper does not have: docs/derivations.md.
     """
     return np.kron(exponential(gamma, rows), exponential(gamma, columns))
-
-
-def _distances(length: int) -> np.ndarray:
-    location = np.arange(check_length(length), dtype=np.float64)
-    return np.abs(location[:, None] - location[None, :])
 
 
 def uniform(rho: float, length: int) -> np.ndarray:
@@ -127,7 +122,11 @@ def cosine(kernel: np.ndarray) -> np.ndarray:
     """Normalised kernel Σ_ij / √(Σ_ii Σ_jj): RMSNorm's effect, and what the paper's figures show."""
     scale = np.sqrt(np.diagonal(kernel, axis1=-2, axis2=-1))
     if not np.all(scale > 0):
-        raise ValueError("a location has zero norm (Σ_ii = 0), so its cosines are undefined")
+        worst = np.unravel_index(int(np.argmin(scale > 0)), scale.shape)
+        raise ValueError(
+            f"Σ_ii is {scale[worst] ** 2:g} at location {worst[-1]}: with a zero norm, or none, it has no cosines; "
+            "leave it out, or look at an earlier block"
+        )
     return kernel / (scale[..., :, None] * scale[..., None, :])
 
 

@@ -1,7 +1,8 @@
 """The ways to initialise attention: each turns (depth, skip weight) into one AttentionShape per block.
 
-A scheme is a frozen value with only the fields that mean something for it. Nothing here knows width or heads,
-except ALiBi, whose slopes are per head. `register_scheme` is the door for the paper's four and for your own.
+A scheme is a frozen value with only the fields that mean something for it. Width and heads play no part, except in
+ALiBi, whose slopes are per head, and in E-SPA with a decay for each head. `register_scheme` makes a scheme known by
+name: the paper's four, and your own.
 
 Calibrations beyond the paper's, at the end, propagate a kernel once to see what the MLPs leave of it.
 """
@@ -100,10 +101,10 @@ class Scheme(ABC):
     ) -> list[AttentionShape]:
         """One shape per block, each as causal as asked; ValueError for what the scheme has no answer to.
 
-        Any shape will do: one with O(T) vectors runs on the fast kernels, and a DenseShape, or a TableShape of your
-        own, by the T×T reference. skip_weight is α of a normalised skip around attention, and 0 without; length the
-        training length; mlp the MLP sub-block's map of a kernel, or None; normalised says that a norm stands before
-        attention. All are given; **context takes those that a scheme does not ask for.
+        Any shape will do. One with O(T) vectors runs on the fast kernels; a DenseShape, or a TableShape of your own,
+        runs as a T×T table. skip_weight: α of a normalised skip around attention, 0 without one. length: the training
+        length. mlp: the MLP sub-block's map of a kernel, or None. normalised: whether a norm stands before attention.
+        All are always given; **context takes those that a scheme does not use.
         """
 
     @property
@@ -160,7 +161,7 @@ def register_scheme(kind: str) -> Callable[[Kind], Kind]:
     """Make a scheme known by its name in JSON and on the command line: a decorator above @dataclass(frozen=True).
 
     Configurations, certificates, networks, training, checkpoints and exports then take it as they take the paper's.
-    Whoever loads one must have imported the class: no file is searched for code.
+    Import its class before you load any of them: files name a scheme, and hold no code.
     """
 
     def register(cls: Kind) -> Kind:
@@ -512,7 +513,12 @@ def _factor_ratio(target: np.ndarray, source: np.ndarray, causal: bool) -> np.nd
 
 def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[tuple[float, float]]:
     """U-SPA's (ρ_in, ρ_out) per block, ρ_in being what the MLP before the block left."""
-    aware = [*steps[:1], *((uniform_after(mlp, before), after) for before, after in steps[1:])]
+
+    def through_mlp(rho: float) -> float:
+        """A uniform kernel stays uniform, so two locations say all of it."""
+        return float(kernels.cosine(mlp(kernels.uniform(rho, 2)))[0, 1])
+
+    aware = [*steps[:1], *((through_mlp(before), after) for before, after in steps[1:])]
     for block, (before, after) in enumerate(aware, start=1):
         if before > after:
             raise ValueError(
@@ -520,8 +526,3 @@ def uniform_aware(steps: Sequence[tuple[float, float]], mlp: KernelMap) -> list[
                 f"its target {after:.4g}, and attention cannot lower them; use calibration='paper' or 'exact'"
             )
     return aware
-
-
-def uniform_after(mlp: KernelMap, rho: float) -> float:
-    """The uniform correlation that the MLP makes of ρ: a uniform kernel stays uniform."""
-    return float(kernels.cosine(mlp(kernels.uniform(rho, 2)))[0, 1])

@@ -1,4 +1,4 @@
-"""AttentionShape: a block's attention matrix at initialisation, kept as a few scalars and O(T) vectors.
+"""AttentionShape: a block's attention matrix at initialisation, as a few scalars and O(T) vectors.
 
 Any non-negative A is D·softmax(B) with D its row sums (Sec. 3.3). Every structured shape here has a bias of one form,
 
@@ -51,7 +51,11 @@ def take(vector: np.ndarray, locations: np.ndarray) -> np.ndarray:
 
 
 class AttentionShape(ABC):
-    """An attention matrix A = D·P at initialisation. P has unit row sums; D rescales locations."""
+    """An attention matrix A = D·P at initialisation. P has unit row sums; D rescales locations.
+
+    tabled: whether the shape has no O(T) parts, and its T×T table is read. limit: how many locations it was calibrated
+    for, where it serves no more; None where any number will do.
+    """
 
     @property
     @abstractmethod
@@ -60,12 +64,10 @@ class AttentionShape(ABC):
 
     @property
     def tabled(self) -> bool:
-        """Whether the shape has no O(T) parts, and its T×T table is read."""
         return False
 
     @property
     def limit(self) -> int | None:
-        """How many locations it was calibrated for, where it serves no more; None where any number will do."""
         return None
 
     @abstractmethod
@@ -90,7 +92,7 @@ class AttentionShape(ABC):
 
 
 class TableShape(AttentionShape):
-    """A shape that is known by its matrix alone: `dense` says all of it. It is served slowly, by T×T tables."""
+    """A shape that `dense` gives whole. Attention reads it as a T×T table, which is slow."""
 
     @property
     def tabled(self) -> bool:
@@ -106,7 +108,9 @@ class TableShape(AttentionShape):
         """A itself, T×T, one for all heads, without negative entries."""
 
     def bias(self, length: int) -> np.ndarray:
-        return _log_rows(self.dense(length))
+        matrix = self.dense(length)
+        with np.errstate(divide="ignore"):  # log 0 = −∞ is the mask
+            return np.log(matrix / matrix.sum(axis=-1, keepdims=True))
 
     def row_scale(self, length: int) -> np.ndarray:
         return self.dense(length).sum(axis=-1)
@@ -317,7 +321,7 @@ class RescaledShape(AttentionShape):
 
 @dataclass(frozen=True)
 class ShapeByHead(AttentionShape):
-    """A shape for each head, A_1 … A_H, all of one kind. It is served by runs of heads that have one shape."""
+    """A shape for each head, A_1 … A_H, all of one kind. Neighbouring heads of one shape are computed together."""
 
     shapes: tuple[AttentionShape, ...]
 
@@ -357,7 +361,6 @@ class ShapeByHead(AttentionShape):
         return np.stack([shape.bias(length) for shape in self.shapes])
 
     def row_scale(self, length: int) -> np.ndarray:
-        """D by head, (heads, T)."""
         return np.stack([shape.row_scale(length) for shape in self.shapes])
 
     def dense(self, length: int) -> np.ndarray:
@@ -374,11 +377,6 @@ def non_negative(matrix: np.ndarray, name: str, instead: str = "calibration='pap
             f"use {instead}"
         )
     return np.maximum(matrix, 0.0)
-
-
-def _log_rows(matrix: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore"):  # log 0 = −∞ is the mask
-        return np.log(matrix / matrix.sum(axis=-1, keepdims=True))
 
 
 def _check_table(length: int, stored: int, causal: bool) -> int:

@@ -23,7 +23,7 @@ import scipy
 
 from skipless.theory import local_maps
 from skipless.theory.activations import ShapedActivation, base_name
-from skipless.theory.feasibility import round_down
+from skipless.theory.feasibility import check_depth, check_skip_weight, round_down
 from skipless.theory.propagation import Skip
 
 _WEAK_SCALE = 1e-2  # an α at which φ(αx + β) is as good as its third-order Taylor polynomial
@@ -115,7 +115,8 @@ def tat_leaky_relu(depth: int, eta: float = 0.9, skip_weight: float = 0.0) -> Sh
     Q(q) = q for any a and C'(1) = 1, so a alone remains; C_f is the closed-form C map composed `depth` times. C_f(0)
     falls from its largest value at ReLU (a = 0) to 0 at the identity (a = 1).
     """
-    _check_network(depth, skip_weight)
+    check_depth(depth)
+    check_skip_weight(skip_weight)
 
     def leaky(a: float) -> ShapedActivation:
         return ShapedActivation("leaky_relu", output_scale=math.sqrt(2 / (1 + a**2)), negative_slope=a)
@@ -181,7 +182,8 @@ def _skip_weight(skip: Skip) -> float:
 
 def local_slope(depth: int, xi: float, skip_weight: float = 0.0) -> float:
     """ψ = C'(1) of one activation such that the network has C'_f(1) = (α_s² + (1−α_s²)ψ)^L = ξ."""
-    _check_network(depth, skip_weight)
+    check_depth(depth)
+    check_skip_weight(skip_weight)
     if not 1 < xi < math.inf:
         raise ValueError(f"DKS needs xi > 1, got {xi}: at 1 the network is linear. The paper uses 5")
     return 1 + math.expm1(math.log(xi) / depth) / (1 - skip_weight**2)
@@ -189,7 +191,8 @@ def local_slope(depth: int, xi: float, skip_weight: float = 0.0) -> float:
 
 def local_curvature(depth: int, tau: float, skip_weight: float = 0.0) -> float:
     """κ = C''(1) of one activation such that, with C'(1) = 1, the network has C''_f(1) = L(1−α_s²)κ = τ."""
-    _check_network(depth, skip_weight)
+    check_depth(depth)
+    check_skip_weight(skip_weight)
     if not 0 < tau < math.inf:
         raise ValueError(f"TAT needs tau > 0, got {tau}: at 0 the network is linear. The usual value is 0.3")
     return tau / (depth * (1 - skip_weight**2))
@@ -300,7 +303,6 @@ class Branch:
 
 def _tat_eta(branch: Branch, depth: int, eta: float, skip_weight: float) -> ShapedActivation:
     """The point of the branch with C_f(0) = η, found by its local curvature κ: C_f(0) → 0 with κ and grows with it."""
-    _check_network(depth, skip_weight)
 
     def surplus(log_kappa: float) -> float:
         shaped = branch.solve(math.exp(log_kappa))
@@ -323,10 +325,10 @@ def _tat_eta(branch: Branch, depth: int, eta: float, skip_weight: float) -> Shap
 
 def _eta_out_of_reach(base: str, eta: float, depth: int, largest: float, skip_weight: float) -> ValueError:
     """largest: of C_f(0); 1 where eta is no cosine below it."""
-    works = _call("tat", base, depth, skip_weight, eta=round_down(largest, 3))
+    works = f", as {_call('tat', base, depth, skip_weight, eta=round_down(largest, 3))}," if largest < 1 else ""
     return ValueError(
         f"TAT with base={base!r} cannot reach eta={eta:g} in {depth} layers: C_f(0) lies in (0, {largest:.4g}]. Take "
-        f"eta in that range{f', as {works},' * (largest < 1)} or more layers for a larger one"
+        f"eta in that range{works} or more layers for a larger one"
     )
 
 
@@ -362,10 +364,3 @@ def _shapeable(base: str | Callable) -> str:
     if name in ("relu", "identity"):
         raise ValueError(f"{name!r} has no constant left to shape: use 'leaky_relu' or a smooth activation")
     return name
-
-
-def _check_network(depth: int, skip_weight: float) -> None:
-    if depth < 1 or depth != int(depth):
-        raise ValueError(f"depth={depth} counts nonlinearities: a whole number ≥ 1")
-    if not 0 <= skip_weight < 1:
-        raise ValueError(f"skip_weight={skip_weight} must lie in [0, 1): at 1 the activation is not used")

@@ -80,13 +80,6 @@ def attention(rho_in: float, rho_out: float, length: int) -> np.ndarray:
     return dense
 
 
-def apply(rho_in: float, rho_out: float, values: np.ndarray) -> np.ndarray:
-    """A @ values for values shaped (…, T, d) in O(T d), by two running sums: an oracle at any T."""
-    column, row, diagonal = factors(rho_in, rho_out, values.shape[-2])
-    weighted = _sum_before(column[:, None] * values)
-    return diagonal[:, None] * values + weighted + row[:, None] * _sum_before(values)
-
-
 def symmetric_factors(rho_in: float, rho_out: float, length: int) -> tuple[float, float]:
     """(κ, b) of the non-causal A = κ I + b 11ᵀ = Σ(ρ')^{½} Σ(ρ)^{−½}. App. A.
 
@@ -140,12 +133,6 @@ def _log_defect(z: float) -> float:
 def _sum_from(steps: np.ndarray, tail: float) -> np.ndarray:
     """tail + Σ_{m≥n} steps_m for every n, smallest terms first."""
     return np.cumsum(np.concatenate([[tail], steps[::-1]]))[:0:-1]
-
-
-def _sum_before(values: np.ndarray) -> np.ndarray:
-    sums = np.zeros_like(values)
-    np.cumsum(values[..., :-1, :], axis=-2, out=sums[..., 1:, :])
-    return sums
 
 
 def uniform_steps(

@@ -30,7 +30,7 @@ class ImageResult:
 
     @classmethod
     def of(cls, nats: float, right: float, images: float) -> "ImageResult":
-        """From sums over images, which may be sums over processes."""
+        """The result of sums over images, which may be sums over processes."""
         if not images:
             raise ValueError("no images were scored: give at least one")
         return cls(nats / images, right / images, int(images))
@@ -41,11 +41,9 @@ class ImageResult:
 
     @classmethod
     def from_numbers(cls, values: Mapping[str, Any]) -> "ImageResult":
-        """The inverse."""
         return cls(values["loss"], values["accuracy"], int(values["images"]))
 
     def words(self) -> str:
-        """For a line of progress."""
         return f"validation loss {self.loss:.4f}, accuracy {self.accuracy:.2%} of {self.images:,} images"
 
 
@@ -106,12 +104,12 @@ def by_class(answers: np.ndarray, classes: Sequence[str]) -> list[ClassResult]:
     pairs: dict[int, Counter[int]] = {}
     for label, answer in answers.tolist():
         pairs.setdefault(label, Counter())[answer] += 1
-    return [_class_result(number, pairs.get(number, Counter()), classes) for number in range(len(classes))]
-
-
-def _class_result(number: int, answers: Counter[int], classes: Sequence[str]) -> ClassResult:
-    wrong = {classes[other]: count for other, count in answers.most_common() if other != number}
-    return ClassResult(classes[number], answers.total(), answers[number], wrong)
+    results = []
+    for number, name in enumerate(classes):
+        found = pairs.get(number, Counter())
+        wrong = {classes[other]: count for other, count in found.most_common() if other != number}
+        results.append(ClassResult(name, found.total(), found[number], wrong))
+    return results
 
 
 def confusions(results: Sequence[ClassResult]) -> list[tuple[str, str, int]]:

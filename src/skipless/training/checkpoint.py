@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 
 from skipless.files import (
     digest,
+    hash_of,
     mapping,
     part_of,
     read_json,
@@ -104,8 +105,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the state after `step` updates into folder/step-00…; all processes must call it and share the folder.
 
-    `extra` is JSON that load_checkpoint gives back. A kill at any moment leaves the older checkpoints or also the new
-    one. Then the newest `keep` stay; later steps than this one, which a run resumed further back left behind, go.
+    `extra` is JSON that load_checkpoint gives back. A kill at any moment leaves the older checkpoints, or these and the
+    new one. Afterwards the newest `keep` stay; those of later steps, left by a run that was resumed further back, go.
     OSError, in one line, if the disk is full; older checkpoints are then as they were.
     """
     if keep < 1:
@@ -155,7 +156,7 @@ def discard_from(folder: Path, step: int) -> None:
 
 
 def _step(path: Path) -> int:
-    """Of a checkpoint's folder, by its name: step-00000100, or with .old that which a newer one replaced."""
+    """The step of a checkpoint, by its folder's name: step-00000100, or step-00000100.old while it is replaced."""
     return int(path.name.removeprefix("step-").removesuffix(".old"))
 
 
@@ -290,8 +291,7 @@ def _flushed(path: Path) -> tuple[int, str]:
 
 def _sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hash_of(path)
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from error
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from skipless.console import check_seed, nearest
 from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
-from skipless.schema import KINDS, build, check, check_choice, check_own, shortened
+from skipless.schema import KINDS, build, check_choice, check_names, check_own, shortened
 from skipless.theory.schemes import Scheme
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -83,11 +83,15 @@ class OptimizerConfig:
 
     def __post_init__(self):
         for name in ("betas", "soap_betas"):
-            object.__setattr__(self, name, _pair(name, getattr(self, name)))
+            if not isinstance(pair := getattr(self, name), list | tuple) or len(pair) != 2:
+                raise ValueError(f"{name} is {pair!r}; it must be two decays, such as (0.9, 0.999)")
         if isinstance(self.keep_orthogonal, str):
             object.__setattr__(self, "keep_orthogonal", (self.keep_orthogonal,))
-        _check_choices(self)
+        _check_known("there is no optimiser", [self.name], OPTIMIZERS)
         check_own(self)
+        _check_known("role_rates names a matrix role that does not exist,", self.role_rates, ROLES)
+        words = "keep_orthogonal names a role whose matrices do not start orthogonal,"
+        _check_known(words, self.keep_orthogonal, ORTHOGONAL_ROLES)
         object.__setattr__(self, "role_rates", dict(self.role_rates))
         _check_numbers(self)
 
@@ -120,30 +124,14 @@ class OptimizerConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "OptimizerConfig":
         """The inverse of to_dict; lists stand for tuples, as JSON writes them."""
-        for name in data:
-            _known("OptimizerConfig has no field", name, tuple(f.name for f in dataclasses.fields(cls)))
+        check_names(cls, data)
         return cls(**data)
 
 
-def _pair(name: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"{name} is {value!r}; it must be two decays, such as (0.9, 0.999)")
-    return check(tuple(value), tuple[float, float], name)
-
-
-def _known(complaint: str, name: str, allowed: tuple[str, ...]) -> None:
-    if name not in allowed:
-        raise ValueError(f"{complaint} {name!r}; {nearest(name, allowed)}")
-
-
-def _check_choices(config: OptimizerConfig) -> None:
-    check(config.role_rates, dict[str, float], "role_rates")
-    check(config.keep_orthogonal, tuple[str, ...], "keep_orthogonal")
-    _known("there is no optimiser", config.name, OPTIMIZERS)
-    for role in config.role_rates:
-        _known("role_rates names a matrix role that does not exist,", role, ROLES)
-    for role in config.keep_orthogonal:
-        _known("keep_orthogonal names a role whose matrices do not start orthogonal,", role, ORTHOGONAL_ROLES)
+def _check_known(complaint: str, names: Iterable[str], allowed: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{complaint} {name!r}; {nearest(name, allowed)}")
 
 
 def _check_numbers(config: OptimizerConfig) -> None:
@@ -322,7 +310,7 @@ class Experiment:
 
     @classmethod
     def from_dict(cls, data: Any) -> "Experiment":
-        """The same of what JSON holds."""
+        """The experiment of what JSON holds."""
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
             seen = shortened(data)
             raise ValueError(f'an experiment is a mapping with a name, such as {{"name": "mine"}}, not {seen}')

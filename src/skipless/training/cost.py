@@ -38,7 +38,7 @@ _NODE = 8
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many: of one block's matrices and vectors, and outside of blocks (tables, heads, the last norm)."""
+    """The numbers of parameters: of a block's matrices and vectors, and outside blocks (tables, heads, last norm)."""
 
     matrices: int
     vectors: int
@@ -47,7 +47,7 @@ class Parameters:
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Parameters":
-        """Those of a network; ValueError for relative positions, whose matrices are not counted here."""
+        """The parameters of a network; ValueError for relative positions, whose matrices are not counted here."""
         if model.position == "relative":
             raise ValueError("position is 'relative', whose matrices are not counted; use 'rope' or 'none'")
         hidden, width, heads = model.hidden or 0, model.width, model.heads
@@ -161,7 +161,7 @@ class Step:
 
     @property
     def block_bytes(self) -> float:
-        """Of a block in its backward pass: gradients of both sides of the activation; with recompute what it keeps."""
+        """A block in its backward pass: gradients of both sides of the activation; with recompute what it keeps too."""
         again = self.kept_per_token if self.recompute else 0.0
         return self.tokens * (2 * _HALF * (self.model.hidden or 0) + again)
 
@@ -243,7 +243,7 @@ class Step:
 
     @property
     def muon_flops(self) -> float:
-        """Of Newton–Schulz on the GPU that has the most to do, summed over the rounds in which GPUs divide matrices."""
+        """Newton–Schulz on the GPU that has the most to do, summed over the rounds in which GPUs divide matrices."""
         if self.optimizer == "adam":
             return 0.0
         shapes = matrix_shapes(self.model) * self.model.depth
@@ -306,7 +306,7 @@ def attention_rate(head_width: int, length: int) -> float:
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, int]]:
-    """Of one block's matrices: W_Q and W_K, W_V and W_O where they are trained, and the MLP's two."""
+    """The shapes of one block's matrices: W_Q and W_K, W_V and W_O where they are trained, and the MLP's two."""
     kv, read = model.width // model.heads * (model.kv_heads or model.heads), model.reader_width
     shapes = [(model.width, model.width), (kv, model.width)] * (2 if model.value_output == "trained" else 1)
     if read:

@@ -2,9 +2,9 @@
 
 import gc
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 
 from skipless.data.image_loader import AnyBatch
 from skipless.model.transformer import Transformer
-from skipless.ops.cuda_graph import CudaRecorder, Recorder, Replay
+from skipless.ops.cuda_graph import CudaRecorder, Replay
 from skipless.training.config import Experiment
 from skipless.training.distributed import World
 from skipless.training.optim.build import Composite
+
+if TYPE_CHECKING:
+    from skipless.training.trainer import TrainStep
 
 logger = logging.getLogger("skipless")
 
@@ -44,30 +47,11 @@ def why_not(experiment: Experiment, world: World) -> str | None:
     return None
 
 
-class Step(Protocol):
-    """What is captured: the trainer's TrainStep.
-
-    Called with a step's number and batch it sets the rates, refreshes the half-precision copies, runs `update` (its own
-    unless another is given) and lets the optimiser do what is due between updates. Only `update` is in the graph.
-    """
-
-    model: nn.Module
-    optimizer: Optimizer
-
-    def __call__(
-        self, step: int, batch: AnyBatch, update: Callable[[AnyBatch], tuple[Tensor, Tensor]] | None = None
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def update(self, batch: AnyBatch) -> tuple[Tensor, Tensor]: ...
-
-    def set_rates(self, step: int) -> None: ...
-
-    def use_half_weights(self) -> None: ...
-
-
 class GraphedStep:
-    """A step whose updates are replayed from a graph; every step from the first, and to the same result.
+    """A TrainStep whose updates are replayed from a graph: every step from the first, with the same result.
 
+    Only `TrainStep.update` is in the graph. Setting the rates, refreshing the half-precision copies and what the
+    optimiser does between updates stay outside.
     The first call runs the update a few times and puts back what it changed, then captures it. From then on a call
     copies its batch into the graph's tensors, fills the rates and replays: nothing waits for the device. It captures
     anew for a batch of another shape, and after the optimiser has loaded a state, which replaces its tensors. A first
@@ -76,7 +60,7 @@ class GraphedStep:
     The optimiser's rates must be tensors: build_optimizer(…, capturable=True). recorder stands in for CUDA in tests.
     """
 
-    def __init__(self, step: Step, recorder: Recorder | None = None):
+    def __init__(self, step: "TrainStep", recorder: CudaRecorder | None = None):
         self._step, self._recorder = step, recorder or CudaRecorder()
         self._replay: Replay | None = None
         self._inputs: AnyBatch | None = None
@@ -139,7 +123,7 @@ class GraphedStep:
 def unchanged(model: nn.Module, optimizer: Optimizer) -> Generator[None]:
     """Put back the parameters and the optimiser's state after what runs inside; a state that is new starts at zero.
 
-    In place, so that a graph finds the tensors where they were. What is kept meanwhile takes no memory of the device.
+    In place, so that a graph finds the tensors where they were. Until then their values lie in the host's memory.
     """
     parameters = list(model.parameters())
     values = [_on_host(p) for p in parameters]

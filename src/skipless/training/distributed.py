@@ -56,7 +56,7 @@ class World:
         return (self.mean(sums) * self.size).tolist()
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all processes are here."""
         if self.size > 1:
             dist.barrier()
 
@@ -97,8 +97,8 @@ def join_world(device: str | None = None):
 def exit_process() -> None:
     """End this process, if it is one of several, at once and with success; in a world of one do nothing.
 
-    For the end of a program. gloo's threads let go of the tensors of an exchange a moment after it, and FSDP keeps them
-    alive beyond the group's end: where Python is torn down meanwhile, it aborts, and a finished run counts as failed.
+    For the end of a program. gloo's threads hold the tensors of an exchange a moment longer, and FSDP keeps them alive
+    beyond the group's end. If Python is torn down in that moment it aborts, and a finished run counts as failed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()

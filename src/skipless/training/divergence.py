@@ -21,9 +21,10 @@ from skipless.training.optim.half_weights import HalfWeights
 
 
 class Diverged(RuntimeError):
-    """A loss, a gradient or what an update makes is not finite; `step`, counted from 1, is the first where that is so.
+    """A loss, a gradient or the result of an update is not finite. `step`, counted from 1, is the first such step.
 
-    good: after so many steps all was well. The weights that a bad loss is of were bad after the step before it.
+    good: the last step after which all was well. A bad loss comes of weights that were bad one step earlier, so it is
+    two steps before unless given.
     """
 
     def __init__(self, step: int, text: str, good: int | None = None):
@@ -152,7 +153,7 @@ class Probe:
         }
 
     def save(self, folder: Path) -> Path:
-        """As step-….npz, in float32."""
+        """Write it to step-….npz, in float32."""
         folder.mkdir(parents=True, exist_ok=True)
         path, file = folder / f"step-{self.step:08d}.npz", io.BytesIO()
         np.savez_compressed(file, step=self.step, states=self.states.astype(np.float32))

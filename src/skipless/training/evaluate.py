@@ -5,9 +5,9 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import has_magic
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from skipless.data.loader import Batch, TokenLoader
 from skipless.data.text import held_out, open_corpus, share_held_out
 from skipless.data.tokenizer import Tokenizer
 from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
 from skipless.ops.precision import autocast
 from skipless.training.config import Precision
@@ -45,7 +46,7 @@ class EvalResult:
 
     @classmethod
     def of(cls, nats: float, tokens: int, size: int | None) -> "EvalResult":
-        """From sums over tokens, which may be sums over processes: nats = loss · tokens."""
+        """The result of sums over tokens, which may be sums over processes: nats = loss · tokens."""
         if not tokens:
             raise ValueError("no tokens were scored: give at least one window of two tokens")
         loss = nats / tokens
@@ -129,7 +130,7 @@ def evaluate_loss(
 
 
 def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Windows]:
-    """As many on every rank, since a sharded model must be called by all of them together; rank 0 scores the tail."""
+    """The loader's windows; equally many on every rank, since all must call a sharded model. Rank 0 scores the tail."""
     whole = loader.windows * loader.length
     most = whole + loader.length if max_tokens is None else max_tokens * loader.world
     wanted = min(-(-most // loader.length), loader.windows)
@@ -254,20 +255,15 @@ def _text_windows(
     if windowing.separate:
         rows = (row for tokens in documents for row in token_windows([start, tokens], length, stride))
     else:
-        rows = token_windows(_after(start, documents), length, stride)
+        rows = token_windows(chain([start], documents), length, stride)
     while pool := list(islice(rows, _POOL * max(1, windowing.batch_tokens // length))):
         for _, windows in padded_batches(pool, windowing.batch_tokens, few_sizes):
             packed = windowing.packed and not windowing.separate
             yield replace(windows, documents=_document_ids(windows.tokens, end)) if packed else windows
 
 
-def _after(start: np.ndarray, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    yield start
-    yield from pieces
-
-
 def _document_ids(tokens: Tensor, end: int) -> Tensor:
-    """Of the inputs of rows (batch, T+1), as a loader counts them: an end token belongs to what it ends."""
+    """Document ids of the inputs of rows (batch, T+1), as a loader counts: an end token belongs to what it ends."""
     ends = (tokens[:, :-1] == end).long()
     return ends.cumsum(dim=1) - ends
 
@@ -344,20 +340,10 @@ def _sums(
     return float(nats), tokens, None if table is None else size
 
 
-class LanguageModel(Protocol):
-    """What is needed of a model: Transformer and FoldedTransformer have it."""
-
-    config: ModelConfig
-
-    def hidden(self, tokens: Tensor, *, layout: Layout | None = None) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
 class Scorer:
     """A model made ready by `scoring`: asks it for log-probabilities of tokens."""
 
-    def __init__(self, model: LanguageModel, device: torch.device):
+    def __init__(self, model: Transformer, device: torch.device):
         self.model, self.device = model, device
 
     def log_probs(self, windows: Windows) -> Tensor:
@@ -418,7 +404,7 @@ def scoring(
     inner.eval()
     try:
         with torch.no_grad(), autocast(precision, place):
-            yield Scorer(cast(LanguageModel, inner), place)
+            yield Scorer(inner, place)
     finally:
         inner.train(training)
 

@@ -38,11 +38,9 @@ class TextFeed:
 
     @property
     def validates(self) -> bool:
-        """Whether there is held-out text."""
         return self.valid is not None
 
     def evaluate(self, model: nn.Module) -> EvalResult:
-        """The loss on the held-out windows."""
         assert self.valid is not None
         config, world = self.config, self.world
         most = max(config.eval_tokens // world.size, 1)
@@ -88,7 +86,6 @@ class ImageFeed:
 
     @property
     def validates(self) -> bool:
-        """Whether there are held-out images."""
         return self.valid is not None
 
     def evaluate(self, model: nn.Module) -> ImageResult:
@@ -128,7 +125,7 @@ def open_feed(experiment: Experiment, world: World) -> Feed:
 
 
 def check_images(model: ModelConfig, store: ImageStore, advice: str) -> None:
-    """Refuse a network that is not of the store's images; advice may speak of the {name} and {value} that would be."""
+    """Refuse a network that is not of the store's images. In advice {name} is the field, {value} what it should be."""
     manifest, folder = store.manifest, store.folder
     assert model.images is not None
     pairs = {

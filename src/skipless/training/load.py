@@ -141,7 +141,7 @@ def _saved_config(path: Path) -> dict[str, Any]:
 
 
 def _experiment(path: Path) -> Experiment | None:
-    """That of a run, or of a checkpoint's run; a saved model has none."""
+    """The experiment of a run, or of a checkpoint's run; a saved model has none."""
     folder = path.parents[1] if _is_checkpoint(path) else path
     return read_experiment(folder) if (folder / EXPERIMENT).is_file() else None
 

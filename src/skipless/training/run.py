@@ -54,14 +54,8 @@ from skipless.model.config import ModelConfig
 from skipless.schema import changed_fields, check
 from skipless.training.config import Experiment
 
-EXPERIMENT, DATA, ENVIRONMENT, METRICS, FINISHED = (
-    "experiment.json",
-    "data.json",
-    "env.json",
-    "metrics.jsonl",
-    "finished.json",
-)
-CLASSES = "classes.json"
+EXPERIMENT, DATA, ENVIRONMENT = "experiment.json", "data.json", "env.json"
+METRICS, FINISHED, CLASSES = "metrics.jsonl", "finished.json", "classes.json"
 CHECKPOINTS, EXPORT, WEIGHTS = "checkpoints", "export", "model.safetensors"
 FREE = ("train.keep",)  # settings that may change when a run goes on
 _PACKAGES = ("numpy", "scipy", "safetensors", "transformers", "triton")
@@ -131,8 +125,8 @@ class RunFolder:
     def rewind(self, step: int | None, due: Callable[[int], bool] | None = None) -> None:
         """Drop lines after the checkpoint's step, so that the log becomes that of a run without interruption.
 
-        None, for no checkpoint, drops all, and `due` the losses of other steps, which a run logs only as it stops. So
-        lines of step s are to be logged before the checkpoint of step s.
+        step None: there is no checkpoint, and all lines go. due: losses of other steps than these go too, since a run
+        logs them only as it stops. Log the lines of step s before its checkpoint.
         """
 
         def stays(record: dict[str, Any]) -> bool:
@@ -161,7 +155,6 @@ class RunFolder:
                 write_json(self.path / FINISHED, summary)
 
     def close(self) -> None:
-        """Close the log and let go of the folder."""
         try:
             if self._log is not None:
                 with _storing(self.metrics):
@@ -410,7 +403,7 @@ class Line:
     tokens_per_second: float
 
     def as_record(self) -> dict[str, float | int]:
-        """For metrics.jsonl. Time is left out, so that equal runs have equal logs."""
+        """The line of metrics.jsonl. Time is left out, so that equal runs have equal logs."""
         return {"step": self.step, "loss": self.loss, "ema": self.ema, "rate": self.rate, "gradient": self.gradient}
 
 
@@ -482,7 +475,7 @@ _BLOCK_OBJECTS = 20_000  # bytes; 29,000 were measured without MLPs, 44,000 with
 
 
 def _kept_numbers(experiment: Experiment, device: str) -> float:
-    """Of a token in a block, besides its input: queries and keys, readers' values and outputs, hidden units.
+    """What a block keeps of a token besides its input: queries and keys, readers' values and outputs, hidden units.
 
     Attention's weights too, where its bias is trained and no fused kernel adds it: with relative positions, and on a
     CPU with gains.

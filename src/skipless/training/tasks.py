@@ -50,12 +50,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """How a record of the hub's data set becomes a Question of so many choices; stem names the local file."""
+    """How a record of the hub's data set becomes a Question of so many choices.
+
+    stem names the local file, stock the task's description within lm_eval/tasks.
+    """
 
     stem: str
     hub: tuple[str, str | None]
     choices: int
     question: Callable[[dict[str, Any]], Question]
+    stock: str
 
 
 @dataclass(frozen=True)
@@ -137,11 +141,13 @@ def _siqa(record: dict[str, Any]) -> Question:
 
 
 TASKS: dict[str, Task] = {
-    "boolq": Task("boolq", ("aps/super_glue", "boolq"), 2, _boolq),
-    "hellaswag": Task("hellaswag", ("Rowan/hellaswag", None), 4, _hellaswag),
-    "winogrande": Task("winogrande", ("allenai/winogrande", "winogrande_xl"), 2, _winogrande),
-    "piqa": Task("piqa", ("baber/piqa", None), 2, _piqa),
-    "siqa": Task("social_i_qa", ("lighteval/siqa", None), 3, _siqa),
+    "boolq": Task("boolq", ("aps/super_glue", "boolq"), 2, _boolq, "super_glue/boolq/default.yaml"),
+    "hellaswag": Task("hellaswag", ("Rowan/hellaswag", None), 4, _hellaswag, "hellaswag/hellaswag.yaml"),
+    "winogrande": Task(
+        "winogrande", ("allenai/winogrande", "winogrande_xl"), 2, _winogrande, "winogrande/default.yaml"
+    ),
+    "piqa": Task("piqa", ("baber/piqa", None), 2, _piqa, "piqa/piqa.yaml"),
+    "siqa": Task("social_i_qa", ("lighteval/siqa", None), 3, _siqa, "siqa/siqa.yaml"),
 }
 
 
@@ -298,16 +304,6 @@ def pair_row(tokenizer: Tokenizer, context: str, continuation: str, length: int)
     return Row(tokens[-(length + 1) :], scored), len(tokens) > length + 1
 
 
-# the stock description of each task within lm_eval/tasks
-STOCK = {
-    "boolq": "super_glue/boolq/default.yaml",
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "siqa": "siqa/siqa.yaml",
-}
-
-
 def run_lm_eval(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -384,7 +380,7 @@ def _lm_eval() -> Any:
 
 def _describe(name: str, folder: str | Path | None, scratch: Path, stock: Path) -> None:
     """Write the task's description, with its data unpacked beside it; JSON is YAML."""
-    settings: dict[str, Any] = {"include": str(stock / STOCK[name]), "task": f"skipless_{name}", "tag": None}
+    settings: dict[str, Any] = {"include": str(stock / TASKS[name].stock), "task": f"skipless_{name}", "tag": None}
     if folder is not None:
         data = scratch / f"{name}.jsonl"
         with opened(task_file(name, folder)) as packed, data.open("wb") as plain:

@@ -40,7 +40,7 @@ _SMALLEST_FACTOR = 2.0**-6  # of the rate, where a run that diverges goes on wit
 _ECHO = 1.0  # seconds: torchrun hands a terminal's Ctrl-C on to processes that had it already
 
 logger = logging.getLogger("skipless")
-early = threading.Event()  # set by a process's own handler: a signal outside training, which the next run stops for
+early = threading.Event()  # a worker process sets it on a signal between runs: the next run then stops at once
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class TrainStep:
     """One step of training, called with its number, from 0, and its batch. Nothing in it waits for the device.
 
     Returns the loss and the norm of the gradient before clipping, both on the device. rate_factor multiplies every
-    rate. gradient_scale is what the gradients that a step leaves behind are multiplied by.
+    rate. gradient_scale: the factor by which the gradients that remain after a step are too large, in float16.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class RunState:
 
 
 class Trainer:
-    """What lives while one process trains: model, optimiser, data, log, and how far the run has come.
+    """One process's part of a run: model, optimiser, data, log, and how far the run has come.
 
     A context manager; `start` builds the network and takes up the newest checkpoint.
 
@@ -312,12 +312,10 @@ class Trainer:
         return self.feed.validates and (last or (bool(every) and step % every == 0))
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many updates."""
         every = self.config.checkpoint_every
         return bool(every) and step % every == 0
 
     def logs(self, step: int) -> bool:
-        """Whether a line of the log is due after so many updates."""
         return step % self.config.log_every == 0 or step == self.config.steps or self.saves(step)
 
     def log(self) -> None:
@@ -372,7 +370,6 @@ class Trainer:
             logger.warning("%s", warning)
 
     def checkpoint(self) -> None:
-        """Save the network, its optimiser and the state of the run."""
         self.run.sync()
         extra = {"ema": self.state.ema, "rate_factor": self.state.rate_factor, "valid": self.state.valid}
         step, keep = self.state.step, self.config.keep
@@ -466,7 +463,7 @@ class StopRequest:
 
 
 def stop_reason(trainer: Trainer, stop: StopRequest, limits: RunLimits, logs: bool) -> type[BaseException] | None:
-    """With what the run ends after this step: Ctrl-C, its time, or (None) not at all.
+    """The exception that ends the run after this step, for Ctrl-C or the end of its time; None to go on.
 
     A signal reaches each process at another step. All stop after the same one, the next that is logged.
     """
@@ -480,9 +477,9 @@ def stop_reason(trainer: Trainer, stop: StopRequest, limits: RunLimits, logs: bo
 
 @contextmanager
 def _compiler_explained(config: TrainConfig, stop: StopRequest) -> Generator[None]:
-    """In here an error of torch.compile, such as for want of a C++ compiler, says what to do.
+    """Make an error of torch.compile, as where no C++ compiler is installed, say what to do.
 
-    A terminal's Ctrl-C ends the C++ compiler too, which then is the end of the run and no error of the network.
+    Ctrl-C in a terminal also ends the C++ compiler. That is the end of the run, and no error of the network.
     """
     try:
         yield

@@ -29,7 +29,7 @@ class Moments(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Of a group; the rate and the scale of gradients are tensors of one number."""
+    """A group's settings; the rate and the scale of gradients are tensors of one number."""
 
     rate: Tensor
     scale: Tensor

@@ -101,6 +101,6 @@ def product(
 
 
 def _descriptor(tensor: Tensor, tile: list[int]) -> TensorDescriptor:
-    """For one tile of one matrix at a time."""
+    """A descriptor that loads one tile of one matrix at a time."""
     _, rows, columns = tensor.shape
     return TensorDescriptor(tensor, list(tensor.shape), [rows * columns, columns, 1], [1, *tile])

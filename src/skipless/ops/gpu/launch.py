@@ -52,8 +52,9 @@ def sizes(head_width: int, dtype: torch.dtype) -> Sizes:
 
 # Gradients of scores that a backward pass may save, so that one of its two sides need not compute them again.
 SAVED_SCORES_BYTES = 512 * 2**20
-# What heads whose longest tiles come first, side by side, may read, so that it stays in the cache. By
-# benchmarks/tune_attention.py: on an H200 10 % of attention at T=512 and 15 % at 2048; 16 MiB do the same, 4 less.
+# Heads run side by side, their longest tiles first; as many as together read no more than this, which then stays in the
+# cache. By benchmarks/tune_attention.py that is worth 10 % of attention at T=512 on an H200, and 15 % at 2048; 16 MiB
+# do the same, 4 less.
 _SECTION_BYTES = 8 * 2**20
 _FEWEST_HEADS = 4  # of which scores are saved: tiles of fewer leave multiprocessors idle while the longest one runs
 _ALIGNMENT = 16
@@ -71,7 +72,7 @@ class KernelInputs:
     causal: bool
 
     def part(self, rows: slice, heads: slice) -> "KernelInputs":
-        """The same for some rows of the batch and some key heads, with the query heads that share them."""
+        """The problem of some rows of the batch and some key heads, with the query heads that share them."""
         bias, those = self.bias, self.query_heads(heads)
         slope = bias.slope if bias.slope.numel() == 1 else bias.slope[those]
         gain = bias.gain if bias.gain is None or bias.gain.numel() == 1 else bias.gain[those]
@@ -82,7 +83,7 @@ class KernelInputs:
         )  # fmt: skip
 
     def query_heads(self, heads: slice) -> slice:
-        """Those that share some key heads."""
+        """The query heads that share some key heads."""
         return slice(heads.start * self.groups, heads.stop * self.groups)
 
     @cached_property
@@ -100,7 +101,8 @@ class KernelInputs:
         row, gain = (column if one is None else one for one in (bias.row, bias.gain))
         bias = KernelBias(bias.slope, column, bias.diagonal, bias.row_scale, row, gain)
         scale = self.q.shape[3] ** -0.5 * LOG2E.value
-        return bias, self.layout or _unread(column), self.q.shape[2], self.k.shape[2], column.shape[0], scale
+        layout = self.layout or KernelLayout(column, column, column, column)
+        return bias, layout, self.q.shape[2], self.k.shape[2], column.shape[0], scale
 
     @cached_property
     def constants(self) -> dict:
@@ -129,12 +131,7 @@ class Angles(NamedTuple):
     batch_stride: int
 
     def of_rows(self, rows: slice) -> "Angles":
-        """For some rows of the batch."""
         return Angles(self.cos[rows], self.sin[rows], self.batch_stride) if self.batch_stride else self
-
-
-def _unread(tensor: Tensor) -> KernelLayout:
-    return KernelLayout(tensor, tensor, tensor, tensor)
 
 
 def run_forward(inputs: KernelInputs, out: Tensor, lse: Tensor, launch: Launch) -> None:
@@ -233,11 +230,12 @@ def run_key_side(
     bias, layout, *rest = inputs.common
     q, k, v = inputs.q, inputs.k, inputs.v
     saved = _descriptor(q, launch.queries) if scores is None else _tile_of_scores(scores, launch)
+    constants: dict = {**inputs.constants, "SAVE": scores is not None}
     grid, order = _programs(k, launch.keys, q)
     attention.key_side[grid](
         k, v, strides_of(k, v, *gradients), _descriptor(q, launch.queries), _descriptor(dout, launch.queries), saved,
-        sums, gradients, by_gain, bias, layout, *rest, **order, **_rotary(angles, sums), **_saving(scores),
-        **inputs.constants, **_options(launch),
+        sums, gradients, by_gain, bias, layout, *rest, **order, **_rotary(angles, sums), **constants,
+        **_options(launch),
     )  # fmt: skip
 
 
@@ -291,10 +289,6 @@ def _rotary(angles: Angles | None, sums: tuple) -> dict:
     return {"angles": angles or Angles(*sums, 0), "ROTARY": angles is not None}
 
 
-def _saving(scores: Tensor | None) -> dict:
-    return {"SAVE": scores is not None}
-
-
 def _options(launch: Launch) -> dict:
     return {
         "BLOCK_M": launch.queries,
@@ -309,12 +303,12 @@ def _tiles(length: int, size: int) -> int:
 
 
 def strides_of(*tensors: Tensor) -> tuple:
-    """Those of batch, head and token, of each."""
+    """The strides of batch, head and token of each tensor."""
     return tuple(tuple(t.stride()[:3]) for t in tensors)
 
 
 def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """For loads of `rows` tokens of one head at a time."""
+    """A descriptor that loads `rows` tokens of one head at a time."""
     width = tensor.shape[3]
     # the stride of an axis of one entry says nothing, and torch may set it to anything
     strides = [s if n > 1 else width for n, s in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)]
@@ -357,7 +351,7 @@ def gain_gradient(by_gain: Tensor, gain: Tensor | None) -> Tensor | None:
 
 
 def layout_of(tensors: list[Tensor]) -> KernelLayout | None:
-    """From an operator's argument, whose list is empty where locations are in order."""
+    """The layout of an operator's argument, a list that is empty where locations are in order."""
     return KernelLayout(*tensors) if tensors else None
 
 

@@ -1,8 +1,8 @@
 """Attention from one product qkv of queries, keys and values, with rotary positions, as a torch operator.
 
-The rotation's gradient is taken where the kernels hold dq and dk, and all three gradients are written where that of qkv
-belongs: no pass over memory rotates them back or puts them side by side. Values that are not in the product, since they
-have no matrix or one that is not trained, come beside it.
+The kernels take the rotation's gradient while they hold dq and dk, and write all three gradients into that of qkv: no
+further pass over memory rotates them back or joins them. Values that are not in the product, because they have no
+matrix or a frozen one, are an argument of their own.
 """
 
 from typing import Any
@@ -84,7 +84,7 @@ def _inputs(
     qkv: Tensor, values: Tensor | None, rotated: Tensor, heads: int, kv_heads: int,
     bias: KernelBias, layout: list[Tensor], causal: bool,
 ) -> KernelInputs:  # fmt: skip
-    """The problem with queries and keys from `rotated`, and values where the product put them, or from `values`."""
+    """KernelInputs with queries and keys from `rotated`, and values from `values` or else from the product."""
     width = rotated.shape[3]
     q, k = rotated.transpose(1, 2).split_with_sizes((heads, kv_heads), 1)  # aligned, as new memory is
     v = _by_head(qkv, width, heads + kv_heads, kv_heads)[1] if values is None else values
@@ -92,7 +92,7 @@ def _inputs(
 
 
 def _empty_gradients(qkv: Tensor, values: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Those by `qkv` and by `values`, laid out as products are; without values the second has no entries."""
+    """Room for the gradients by `qkv` and by `values`, laid out as products are; without values the second is empty."""
     first = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     if values is None:
         return first, qkv.new_empty(0)
@@ -127,7 +127,7 @@ def rotary_attention_backward(
     slope: Tensor, column: Tensor, diagonal: Tensor, row_scale: Tensor, row: Tensor | None, gain: Tensor | None,
     layout: list[Tensor], causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients by `qkv` and by `values`, and what `gain_gradient` sums; what there is not has no entries."""
+    """The gradients by `qkv` and by `values`, and what `gain_gradient` sums. One that is not needed has no entries."""
     qkv, bias = qkv.contiguous(), KernelBias(slope, column, diagonal, row_scale, row, gain)
     gradient, by_values = _empty_gradients(qkv, values)
     width = rotated.shape[3]

@@ -68,5 +68,5 @@ def store_unrotated(
 
 @triton.jit
 def stream(source, batch, head, first, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """The same through a tensor descriptor, which the copy engine serves where there is one: for what a loop reads."""
+    """`load_rows` through a tensor descriptor, which a copy engine serves where there is one: for what a loop reads."""
     return source.load([batch, head, tl.cast(first, tl.int32), 0]).reshape(BLOCK, WIDTH)

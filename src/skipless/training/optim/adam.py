@@ -73,7 +73,6 @@ class FusedAdam(Adam):
 
     @torch.no_grad()
     def step(self, closure=None, *, scale: Tensor | None = None):
-        """One update of every parameter that has a gradient."""
         plain = closure is not None or (scale is None and self.half_weights is None)
         if plain or not all(kernel_supports(group) for group in self.param_groups):
             return self._torch_step(closure, scale)

@@ -35,7 +35,6 @@ class Composite(Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every part."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -58,7 +58,6 @@ class HalfWeights:
         return qkv.grad[rows] if copy.grad is None else qkv.grad[rows] + copy.grad
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all copies."""
         for copy in self._copies.values():
             copy.grad = None
         for _, qkv in self._qkv:
@@ -81,7 +80,7 @@ class HalfWeights:
 
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """The copies take the parameters' places in their layers meanwhile."""
+        """While open, the copies stand in the parameters' places."""
         for layer, matrix in self._layers:
             layer._parameters["weight"] = self._copies[matrix]
         for attention, qkv in self._qkv:

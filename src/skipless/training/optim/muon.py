@@ -130,7 +130,7 @@ WAYS = {"direct": newton_schulz, "gram": gram_newton_schulz}
 
 
 def multiplications(rows: int, cols: int, steps: int = 5, way: str = "direct") -> float:
-    """Of numbers, in all products of Newton–Schulz of one matrix: n²(n + 2m) a step for n ≤ m, and fewer by "gram"."""
+    """How many numbers Newton–Schulz multiplies for one matrix: n²(n + 2m) a step for n ≤ m, and fewer by "gram"."""
     n, m = sorted((rows, cols))
     if way == "direct" or m < _WIDE * n:
         return float(steps * n**2 * (n + 2 * m))
@@ -191,7 +191,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -69,7 +69,6 @@ class Matrices:
     device: torch.device
 
     def room(self, *shape: int) -> Tensor:
-        """A tensor to fill."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def write(self, stack: Stack, into: Tensor) -> None:
@@ -86,7 +85,7 @@ class Ranks:
 
     @classmethod
     def of(cls, parameter: Tensor, replicas: dist.ProcessGroup | None = None) -> "Ranks | None":
-        """Those that can divide the work on a parameter; None where each process computes it for itself.
+        """The ranks that can divide the work on a parameter; None where each process computes it for itself.
 
         Sharded by rows over one axis: the ranks of that axis. Not sharded: `replicas`, if given. A group of one has
         nothing to divide, and other placements (over two axes, or by columns) are not known here.

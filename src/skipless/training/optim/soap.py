@@ -70,7 +70,6 @@ class SOAP(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,7 +132,7 @@ def _check_parameter(parameter: Tensor) -> None:
 
 
 def _updates(state: dict[str, Tensor], itself: bool) -> int | None:
-    """How many a matrix has had; -1 where to look would wait for the device, None where it has not begun."""
+    """How many updates a matrix has had; -1 if reading that would wait for the device, None before the first."""
     if not state:
         return None
     return int(state["step"]) if itself else -1
@@ -209,7 +208,6 @@ def _stack(states: States, name: str) -> Tensor:
 
 
 def _sides_with_bases(states: States) -> list[str]:
-    """The sides that have bases."""
     return [side for side in _SIDES if f"{side}_basis" in states[0]]
 
 
