@@ -136,6 +136,8 @@ def test_waiting_is_hidden_behind_work(store):
 def test_errors_name_the_nearest_value(store):
     with pytest.raises(ValueError, match="batch_size=10 does not divide over 4 ranks: use 8 or 12"):
         TokenLoader(store, 10, 10, world=4)
+    with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
+        TokenLoader(store, 10, 0)
     with pytest.raises(ValueError, match=rf"use length ≤ {len(store) - 1}"):
         TokenLoader(store, len(store), 1)
     with pytest.raises(ValueError, match="rank=2 of world=2"):

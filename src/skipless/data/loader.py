@@ -166,8 +166,9 @@ class TokenLoader:
         *,
         documents: bool = False,
     ):
-        if length < 1:
-            raise ValueError(f"length is {length}; it must be at least 1")
+        for name, value in (("length", length), ("batch_size", batch_size)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         self.windows = (len(store) - 1) // length
         if self.windows < 1:
             raise ValueError(
