@@ -406,6 +406,7 @@ def test_the_stacks_of_one_network_have_one_headline():
     encoder = measured("T5, encoder.block", verdict=Verdict("explosion", 2, "x"), others=(decoder,))
     page = render([encoder, decoder])
     assert "<h1>T5</h1>" in page
+    assert [each["name"] for each in Page(page).data["networks"]] == ["encoder.block", "decoder.block"]
     assert "The signal is lost (explosion at block 2 of encoder.block)." in page
     odd = render([measured(verdict=Verdict("fault", 3, "x"))])
     assert "Block 3 is at fault." in odd
@@ -431,6 +432,12 @@ def test_the_stacks_of_one_network_have_one_headline():
 def test_the_headline_names_the_fault_of_a_block(text, headline):
     page = render([measured(verdict=Verdict("vanishing", 2, text))])
     assert f"{headline}</p>" in page.partition('<p class="headline">')[2].partition("<p class")[0]
+
+
+def test_a_long_name_is_broken_between_its_words():
+    page = render([measured("T5ForTokenClassification")])
+    assert "<h1>T5For<wbr>Token<wbr>Classification</h1>" in page
+    assert "<title>T5ForTokenClassification" in page
 
 
 def test_numbers_of_the_stack_at_fault_are_open():
