@@ -74,6 +74,26 @@ def test_a_loss_that_is_not_a_number_is_a_loss():
         skipless.assert_signal_preserved(network(depth=4), IDS, loss=lambda logits: logits.sum() * math.nan)
 
 
+def test_a_stream_that_is_cut_between_two_blocks_names_both():
+    model = network(depth=4)
+    model.blocks[2].register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
+    found = inspect(model, IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("vanishing", 3)
+    assert found.verdict.text.startswith("No gradient passes from block 2 (blocks.1) to block 3 (blocks.2): ")
+    assert "blocks.1 and blocks.2 for detach()" in found.advice
+    assert not found.doubts  # what is before the cut gets no gradient either, and that is not another fault
+
+
+def test_a_parameter_that_is_not_finite_comes_first_in_the_verdict():
+    model = network(depth=4)
+    name = next(name for name, _ in model.blocks[2].named_parameters())
+    with torch.no_grad():
+        model.blocks[2].get_parameter(name).fill_(math.nan)
+    found = inspect(model, IDS)
+    assert found.verdict.text.startswith(f"{name} of block 3 (blocks.2) holds entries that are not finite")
+    assert f"blocks.2.{name} again" in found.advice
+
+
 def test_a_gradient_of_zero_is_said():
     with pytest.raises(AssertionError, match=r"all zero at block 4.*look at the head and at the loss"):
         skipless.assert_signal_preserved(network(depth=4), IDS, loss=lambda logits: logits.sum() * 0.0)

@@ -60,11 +60,11 @@ def _not_finite(evidence: Evidence) -> Fault | None:
         for label, weight in weights.items():
             if not math.isfinite(weight.size):
                 each = evidence.signals[block]
-                text = f"{each.name}.{label}, a parameter of block {block}, holds entries that are not finite."
-                if spoiled is not None:
-                    text = f"Activations are not finite {at(spoiled)}: {text}"
+                text = f"{label} of block {block} ({each.name}) holds entries that are not finite"
+                text += "." if spoiled is None else f", and so do activations from block {spoiled.block} on."
                 look = (
-                    f"Load or initialise {label} again; look for what wrote it: a step that diverged, a damaged file."
+                    f"Load or initialise {each.name}.{label} again; look for what wrote it: a step that diverged, a "
+                    "damaged file."
                 )
                 return blame(each, "explosion", text, look)
     if spoiled is None or spoiled.block == 0:
@@ -88,6 +88,11 @@ def _cut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     passes = back != 0 and (back is not None or not before.attached or before.block == 0)
     if arrived is None or not _UNDERFLOW < arrived < math.inf or passes:
         return None
+    if each.joined is False and before.attached:
+        pair = f"block {before.block} ({before.name}) to block {each.block} ({each.name})"
+        text = f"No gradient passes from {pair}: what the second reads is detached from what the first gives."
+        look = f"Look between {before.name} and {each.name} for {CUTS}: in the loop over blocks, or in a hook."
+        return blame(each, "vanishing", text, look)
     text = f"Gradients are all zero before block {each.block} ({each.name}): they reach it, and it hands none back."
     silent = _silent(evidence, each)
     named = f" {listed(silent)} get no gradient either." if silent else ""

@@ -56,6 +56,7 @@ class Recorder:
         self.started = math.inf
         self.cut = False  # whether what enters the first block came without a gradient
         self.attached: dict[int, bool] = {}
+        self.joined: dict[int, bool] = {}  # whether what a block reads hands a gradient back
         self._carries: dict[int, Tensor] = {}
         self._handed: dict[int, Tensor] = {}
         self._latest: tuple[int, Tensor] | None = None
@@ -124,6 +125,7 @@ class Recorder:
                 **self._attended(index),
                 **dict(zip(("carry", "kept", "coefficient"), self.carries.get(index, ()), strict=False)),
                 attached=self.attached.get(index),
+                joined=self.joined.get(index),
                 kept_back=self.handed.get(index),
                 parameter_gradients=gradients[index - 1].groups if index else {},
                 parameter_sizes=matrix_sizes(weights[index - 1]) if index else {},
@@ -176,6 +178,11 @@ class Recorder:
     def reached(self) -> bool:
         """Whether a gradient has come to the last block."""
         return len(self.blocks) in self._gradients
+
+    @property
+    def passed(self) -> bool:
+        """Whether a gradient has come to what enters the first block."""
+        return 0 in self._gradients
 
     @property
     def swapped(self) -> bool:
@@ -234,6 +241,8 @@ class Recorder:
                 if not self._accepts(self._rows(x)):
                     return None
                 self._note(0, x)
+            if index > 1 and not self.live and torch.is_grad_enabled():
+                self.joined[index] = x.requires_grad
             if x.requires_grad and not self.live and is_called(module):
                 old, x = x, x.clone()  # so that what this block hands back is told from what hooks make of it
                 changed = exchanged(*(changed or (args, kwargs)), old, x)

@@ -154,9 +154,10 @@ def _run(
             if last is not None and last.requires_grad and not recorder.reached:
                 recorder.sent = True
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
-        first = min((each.started for each in ran), default=0.0)
-        before = [name for name, began in called.items() if began < first]
-        notes += [*not_learning([n for n in before if not cut and taker.missed(model.get_submodule(n))])]
+        if not cut and all(each.passed for each in ran):  # else the verdict says where the gradient ends
+            first = min((each.started for each in ran), default=0.0)
+            before = [name for name, began in called.items() if began < first]
+            notes += [*not_learning([name for name in before if taker.missed(model.get_submodule(name))])]
         for recorder in recorders:
             recorder.forget()
     return dict(zip((name for name, _ in every), taker.taken, strict=True)), notes
