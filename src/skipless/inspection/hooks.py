@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
 from skipless.inspection.gradients import BlockGradients, Weight, matrix_sizes
 from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.stacks import hidden, is_called, listening
+from skipless.inspection.stacks import check_recorded, hidden, is_called, listening
 from skipless.inspection.statistics import (
     ActivationStats,
     Described,
@@ -33,8 +33,6 @@ from skipless.inspection.statistics import (
 from skipless.nn.attention import ShapedAttention
 
 _TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
 _MEASURED = [each.name for each in fields(ActivationStats) if each.name not in ("norms", "picture")]
 
 
@@ -55,8 +53,7 @@ class Recorder:
         self.refused: str | None = None
         self.started = math.inf
         self.cut = False  # whether what enters the first block came without a gradient
-        self.attached: dict[int, bool] = {}
-        self.joined: dict[int, bool] = {}  # whether what a block reads hands a gradient back
+        self.attached, self.joined = dict[int, bool](), dict[int, bool]()
         self._carries: dict[int, Tensor] = {}
         self._handed: dict[int, Tensor] = {}
         self._latest: tuple[int, Tensor] | None = None
@@ -180,11 +177,6 @@ class Recorder:
         return len(self.blocks) in self._gradients
 
     @property
-    def passed(self) -> bool:
-        """Whether a gradient has come to what enters the first block."""
-        return 0 in self._gradients
-
-    @property
     def swapped(self) -> bool:
         """Whether the stream is (T, rows, width)."""
         return self._swapped
@@ -225,6 +217,7 @@ class Recorder:
                 return None
             try:
                 x, changed = hidden([*args, *kwargs.values()]), None
+                check_recorded(x, self.live)
             except ValueError as error:
                 self.refused = str(error)
                 return None
@@ -243,7 +236,7 @@ class Recorder:
                 self._note(0, x)
             if index > 1 and not self.live and torch.is_grad_enabled():
                 self.joined[index] = x.requires_grad
-            if x.requires_grad and not self.live and is_called(module):
+            if x.requires_grad and torch.is_grad_enabled() and not self.live and is_called(module):
                 old, x = x, x.clone()  # so that what this block hands back is told from what hooks make of it
                 changed = exchanged(*(changed or (args, kwargs)), old, x)
                 x.register_hook(lambda gradient: self._arrived(index, gradient, self._returned))
