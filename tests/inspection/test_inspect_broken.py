@@ -84,6 +84,50 @@ def test_a_stream_that_is_cut_between_two_blocks_names_both():
     assert not found.doubts  # what is before the cut gets no gradient either, and that is not another fault
 
 
+def test_a_first_block_that_cuts_its_input_off_is_named():
+    model = network(depth=4)
+    kind = type(model.blocks[0])
+    reading = type(kind.__name__, (kind,), {"forward": lambda self, x, *given: kind.forward(self, x.detach(), *given)})
+    model.blocks[0].__class__ = reading
+    found = inspect(model, IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("vanishing", 1)
+    assert "Look in blocks.0 for detach()" in found.advice
+
+
+@pytest.mark.parametrize("factor", [1e-5, 1e5])
+def test_a_factor_on_the_gradient_of_the_first_block_is_named(factor):
+    model = network(depth=1)
+    with torch.no_grad():
+        model.embedding.weight *= 0.02  # which makes its gradient larger by as much
+    assert inspect(model, IDS).healthy
+    model.blocks[0].register_forward_hook(lambda module, args, out: Scaled.apply(out, factor))
+    found = inspect(model, IDS)
+    assert found.verdict.lost
+    assert "Gradients" in found.verdict.text
+
+
+class Scaled(torch.autograd.Function):
+    """Nothing on the way there, a factor on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def test_locations_on_one_line_are_told_where_rows_differ():
+    model = network(depth=4)
+    line = torch.nn.functional.normalize(torch.randn(64, generator=torch.Generator().manual_seed(1)), dim=0)
+    model.blocks[1].register_forward_hook(lambda module, args, out: (out @ line)[..., None] * line)
+    found = inspect(model, IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("collapse", 2)
+    assert "on one line" in found.verdict.text
+
+
 def test_a_parameter_that_is_not_finite_comes_first_in_the_verdict():
     model = network(depth=4)
     name = next(name for name, _ in model.blocks[2].named_parameters())

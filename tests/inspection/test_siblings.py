@@ -65,6 +65,25 @@ def test_the_odd_block_is_noted(minigpt, change, words):
     assert any(words in note and "block 3 (blocks.2)" in note.lower() for note in found.notes), found.notes
 
 
+def test_of_two_halves_the_one_unlike_its_blocks_is_odd(minigpt):
+    blocks = minigpt.model.blocks
+    with torch.no_grad():
+        for block in blocks[len(blocks) // 2 :]:
+            block.fc.weight *= 12.0
+    found = inspect(minigpt.model, minigpt.batch)
+    assert found.verdict.block == len(blocks) // 2 + 1
+    assert "fc.weight" in found.verdict.text
+    assert "larger than those of the other blocks" in found.verdict.text
+
+
+def test_no_shortcut_in_any_block_is_noted():
+    case = build(ARCHITECTURES["minigpt"])
+    for block in case.model.blocks:
+        block.register_forward_hook(lambda module, args, out: out - args[0])
+    found = inspect(case.model, case.batch)
+    assert any("No block carries its input on" in note for note in found.doubts) or found.verdict.lost
+
+
 @pytest.mark.parametrize("change", [epsilon, activation, mask, bias, matrix, norm, added])
 def test_where_every_other_block_has_it_nothing_is_odd(minigpt, change):
     with torch.no_grad():

@@ -23,6 +23,10 @@ def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A location that is not itself any more after one block, where the other blocks keep it."""
     kept = evidence.numbers(lambda s: s.kept)
     others = others_than(kept, each.block)
+    if len(others) < 2:
+        others += [s.kept for s in evidence.kin if s.kept is not None and math.isfinite(s.kept)]
+        if not others or median_low(others) < _WHOLE:
+            return None  # of another stack, so it has to be plain
     if each.block not in kept or kept[each.block] > LEFT or len(others) < 2:
         return None
     if median_low(others) < _KEPT and not (len(kept) < 6 and max(others) > _KEPT):
