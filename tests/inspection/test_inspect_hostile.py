@@ -125,3 +125,29 @@ def test_a_batch_without_tokens_says_how_many_it_has():
         inspect(Tower(), IDS[:, :0])
     with pytest.raises(ValueError, match="has 1 token per row"):
         inspect(Tower(), IDS[:, :1])
+
+
+def test_einsum_may_be_given_its_operands_as_one():
+    """As Longformer and LED do: what such a model sees was not asked."""
+    model = Tower()
+    for block in model.blocks:
+        block.attention = Einsum(16)
+    found = inspect(model, IDS)
+    assert found.healthy
+    assert not found.doubts
+
+
+class Einsum(nn.Module):
+    """Attention by sums over indices, with the arguments of nn.MultiheadAttention."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, query, key, value, need_weights=False):
+        q, k, v = (
+            made(x).unflatten(-1, (2, -1)).transpose(1, 2)
+            for made, x in ((self.query, query), (self.key, key), (self.value, value))
+        )
+        scores = torch.einsum("bhqd,bhkd->bhqk", (q, k)) / q.shape[-1] ** 0.5
+        return torch.einsum("bhqk,bhkd->bhqd", (scores.softmax(-1), v)).transpose(1, 2).flatten(2), None
