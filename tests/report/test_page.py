@@ -423,6 +423,7 @@ def test_the_stacks_of_one_network_have_one_headline():
             "fc1.bias of block 2 (h.1) is larger.",
         ),
         ("No gradient passes block 2 (h.1): what it gives is detached.", "No gradient passes block 2 (h.1)."),
+        ("Rank collapse at block 2 (h.1), in one block: it jumps.", "Rank collapse at block 2 (h.1), in one block."),
         ("Rank collapse at block 2 (h.1): the mean cosine is 0.9995.", "The signal is lost (vanishing at block 2)."),
         ("fc1.bias of block 2 (h.1) holds it. So it is.", "fc1.bias of block 2 (h.1) holds it."),
         ("fc1.bias of block 2", "fc1.bias of block 2."),

@@ -165,7 +165,8 @@ def _of_a_block(verdict: Verdict) -> bool:
     """Whether something in one block is wrong, be the signal lost by it or not."""
     text = verdict.text
     named = re.search(rf"^Block | of block |\b[Bb]lock {verdict.block} \(", text) is not None
-    spread = text.startswith(("Rank collapse", "Norms "))  # over many blocks, of which one is named
+    # over many blocks, of which one is named
+    spread = text.startswith(("Rank collapse", "Norms ")) and ", in one block" not in text
     return verdict.kind in ("leak", "fault") or (named and not spread)
 
 
