@@ -74,6 +74,70 @@ def test_a_loss_that_is_not_a_number_is_a_loss():
         skipless.assert_signal_preserved(network(depth=4), IDS, loss=lambda logits: logits.sum() * math.nan)
 
 
+def test_a_stream_that_is_cut_between_two_blocks_names_both():
+    model = network(depth=4)
+    model.blocks[2].register_forward_pre_hook(lambda module, args: (args[0].detach(), *args[1:]))
+    found = inspect(model, IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("vanishing", 3)
+    assert found.verdict.text.startswith("No gradient passes from block 2 (blocks.1) to block 3 (blocks.2): ")
+    assert "blocks.1 and blocks.2 for detach()" in found.advice
+    assert not found.doubts  # what is before the cut gets no gradient either, and that is not another fault
+
+
+def test_a_first_block_that_cuts_its_input_off_is_named():
+    model = network(depth=4)
+    kind = type(model.blocks[0])
+    reading = type(kind.__name__, (kind,), {"forward": lambda self, x, *given: kind.forward(self, x.detach(), *given)})
+    model.blocks[0].__class__ = reading
+    found = inspect(model, IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("vanishing", 1)
+    assert "Look in blocks.0 for detach()" in found.advice
+
+
+@pytest.mark.parametrize("factor", [1e-5, 1e5])
+def test_a_factor_on_the_gradient_of_the_first_block_is_named(factor):
+    model = network(depth=1)
+    with torch.no_grad():
+        model.embedding.weight *= 0.02  # which makes its gradient larger by as much
+    assert inspect(model, IDS).healthy
+    model.blocks[0].register_forward_hook(lambda module, args, out: Scaled.apply(out, factor))
+    found = inspect(model, IDS)
+    assert found.verdict.lost
+    assert "Gradients" in found.verdict.text
+
+
+class Scaled(torch.autograd.Function):
+    """Nothing on the way there, a factor on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def test_locations_on_one_line_are_told_where_rows_differ():
+    model = network(depth=4)
+    line = torch.nn.functional.normalize(torch.randn(64, generator=torch.Generator().manual_seed(1)), dim=0)
+    model.blocks[1].register_forward_hook(lambda module, args, out: (out @ line)[..., None] * line)
+    found = inspect(model, IDS)
+    assert (found.verdict.kind, found.verdict.block) == ("collapse", 2)
+    assert "on one line" in found.verdict.text
+
+
+def test_a_parameter_that_is_not_finite_comes_first_in_the_verdict():
+    model = network(depth=4)
+    name = next(name for name, _ in model.blocks[2].named_parameters())
+    with torch.no_grad():
+        model.blocks[2].get_parameter(name).fill_(math.nan)
+    found = inspect(model, IDS)
+    assert found.verdict.text.startswith(f"{name} of block 3 (blocks.2) holds entries that are not finite")
+    assert f"blocks.2.{name} again" in found.advice
+
+
 def test_a_gradient_of_zero_is_said():
     with pytest.raises(AssertionError, match=r"all zero at block 4.*look at the head and at the loss"):
         skipless.assert_signal_preserved(network(depth=4), IDS, loss=lambda logits: logits.sum() * 0.0)

@@ -145,6 +145,38 @@ def test_labels_may_come_in_the_batch():
     assert loss.blocks[1].gradient_mean != beside.blocks[1].gradient_mean
 
 
+@pytest.mark.parametrize("kind", ["t5", "m2m_100"])
+def test_labels_of_another_length_are_what_a_decoder_reads(kind):
+    """T5's config names no start, and M2M100 shifts labels inside its forward."""
+    sizes = {"d_model": 16, "vocab_size": 64, "num_layers": 2, "num_heads": 2, "d_kv": 8, "d_ff": 32}
+    sizes |= {
+        f"{side}_{word}": n for side in ("encoder", "decoder") for word, n in {"layers": 2, "ffn_dim": 32}.items()
+    }
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    found = inspect(model, {"input_ids": torch.randint(3, 64, (2, 12)), "labels": torch.randint(3, 64, (2, 7))})
+    assert found.healthy
+    assert {each.locations["norm"].shape[1] for each in (found, *found.others)} == {7, 12}
+
+
+def test_a_stage_of_two_blocks_is_read_beside_the_other_stages():
+    """Without its shortcut, one of two has no sibling that would tell."""
+    sizes = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "image_size": 32, "patch_size": 2}
+    torch.manual_seed(0)
+    model = transformers.SwinForImageClassification(transformers.SwinConfig(**sizes, window_size=4))
+    images = torch.randn(2, 3, 32, 32)
+    assert inspect(model, images).healthy
+    block = model.swin.encoder.layers[1].blocks[0]
+    block.register_forward_hook(
+        lambda module, args, out: (out[0] - args[0], *out[1:]) if isinstance(out, tuple) else out - args[0]
+    )
+    found = inspect(model, images)
+    assert found.blocks[found.verdict.block or 0].name == "swin.encoder.layers.1.blocks.0"
+    assert "does not carry its input on" in found.verdict.text
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_a_saved_folder_is_opened_with_its_own_class(tmp_path, family):
     model, batch = random_model(family)

@@ -65,6 +65,51 @@ def test_the_odd_block_is_noted(minigpt, change, words):
     assert any(words in note and "block 3 (blocks.2)" in note.lower() for note in found.notes), found.notes
 
 
+def test_of_two_halves_the_one_unlike_its_blocks_is_odd(minigpt):
+    blocks = minigpt.model.blocks
+    with torch.no_grad():
+        for block in blocks[len(blocks) // 2 :]:
+            block.fc.weight *= 12.0
+    found = inspect(minigpt.model, minigpt.batch)
+    assert found.verdict.block == len(blocks) // 2 + 1
+    assert "fc.weight" in found.verdict.text
+    assert "larger than those of the other blocks" in found.verdict.text
+
+
+def test_a_branch_that_adds_what_it_reads_is_no_factor_on_the_shortcut():
+    """As trained networks learn to: twice the input goes in, and the shortcut hands on just that."""
+    torch.manual_seed(0)
+    stack = nn.ModuleList([Adding(16) for _ in range(6)])
+    assert inspect(nn.Sequential(nn.Linear(16, 16), *stack), torch.randn(2, 12, 16)).healthy
+    stack[1].share = 8.0
+    found = inspect(nn.Sequential(nn.Linear(16, 16), *stack), torch.randn(2, 12, 16))
+    assert found.blocks[2].coefficient > 2
+    assert found.healthy
+    stack[1].shortcut = 2.0
+    assert "with a factor of" in inspect(nn.Sequential(nn.Linear(16, 16), *stack), torch.randn(2, 12, 16)).verdict.text
+
+
+class Adding(nn.Module):
+    """Attention, and beside it a branch that adds a share of what it reads, normalised."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, batch_first=True)
+        self.share, self.shortcut = 0.0, 1.0
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.shortcut * x + self.attention(y, y, y, need_weights=False)[0] + self.share * y
+
+
+def test_no_shortcut_in_any_block_is_noted():
+    case = build(ARCHITECTURES["minigpt"])
+    for block in case.model.blocks:
+        block.register_forward_hook(lambda module, args, out: out - args[0])
+    found = inspect(case.model, case.batch)
+    assert any("No block carries its input on" in note for note in found.doubts) or found.verdict.lost
+
+
 @pytest.mark.parametrize("change", [epsilon, activation, mask, bias, matrix, norm, added])
 def test_where_every_other_block_has_it_nothing_is_odd(minigpt, change):
     with torch.no_grad():

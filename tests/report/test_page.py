@@ -406,6 +406,7 @@ def test_the_stacks_of_one_network_have_one_headline():
     encoder = measured("T5, encoder.block", verdict=Verdict("explosion", 2, "x"), others=(decoder,))
     page = render([encoder, decoder])
     assert "<h1>T5</h1>" in page
+    assert [each["name"] for each in Page(page).data["networks"]] == ["encoder.block", "decoder.block"]
     assert "The signal is lost (explosion at block 2 of encoder.block)." in page
     odd = render([measured(verdict=Verdict("fault", 3, "x"))])
     assert "Block 3 is at fault." in odd
@@ -422,6 +423,7 @@ def test_the_stacks_of_one_network_have_one_headline():
             "fc1.bias of block 2 (h.1) is larger.",
         ),
         ("No gradient passes block 2 (h.1): what it gives is detached.", "No gradient passes block 2 (h.1)."),
+        ("Rank collapse at block 2 (h.1), in one block: it jumps.", "Rank collapse at block 2 (h.1), in one block."),
         ("Rank collapse at block 2 (h.1): the mean cosine is 0.9995.", "The signal is lost (vanishing at block 2)."),
         ("fc1.bias of block 2 (h.1) holds it. So it is.", "fc1.bias of block 2 (h.1) holds it."),
         ("fc1.bias of block 2", "fc1.bias of block 2."),
@@ -431,6 +433,12 @@ def test_the_stacks_of_one_network_have_one_headline():
 def test_the_headline_names_the_fault_of_a_block(text, headline):
     page = render([measured(verdict=Verdict("vanishing", 2, text))])
     assert f"{headline}</p>" in page.partition('<p class="headline">')[2].partition("<p class")[0]
+
+
+def test_a_long_name_is_broken_between_its_words():
+    page = render([measured("T5ForTokenClassification")])
+    assert "<h1>T5For<wbr>Token<wbr>Classification</h1>" in page
+    assert "<title>T5ForTokenClassification" in page
 
 
 def test_numbers_of_the_stack_at_fault_are_open():

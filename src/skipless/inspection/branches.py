@@ -11,6 +11,7 @@ LEFT = 0.25  # `kept` of a block without its shortcut
 _KEPT = 0.4  # and of its siblings
 _WHOLE = 0.6  # `kept` where a shortcut is plainly there
 _GAINS = (0.6, 1.5)  # of a plain shortcut, as doubling the input shows it: 1 but for what branches make of it
+_PLAIN = 0.1  # how near to 1 the gain of a shortcut without a factor comes
 # 1 − spread of attention that is uniform up to rounding. A small embedding without a norm before it comes to 1e-11.
 _UNIFORM = 1e-13
 _SATURATED = 0.03  # spread of attention that chooses one key
@@ -23,6 +24,10 @@ def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A location that is not itself any more after one block, where the other blocks keep it."""
     kept = evidence.numbers(lambda s: s.kept)
     others = others_than(kept, each.block)
+    if len(others) < 2:
+        others += [s.kept for s in evidence.kin if s.kept is not None and math.isfinite(s.kept)]
+        if not others or median_low(others) < _WHOLE:
+            return None  # of another stack, so it has to be plain
     if each.block not in kept or kept[each.block] > LEFT or len(others) < 2:
         return None
     if median_low(others) < _KEPT and not (len(kept) < 6 and max(others) > _KEPT):
@@ -87,6 +92,8 @@ def other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     others = others_than(factors, each.block)
     if each.block not in factors or len(others) < 2 or not median(others) > 0.5 or each.block == 1:
         return None  # a first block may bring the embedding to another size, and learns to
+    if abs(evidence.wirings(lambda wired: wired.gain).get(each.block, 0.0) - 1.0) < _PLAIN:
+        return None  # a branch that learned to add what it reads
     usual = median(others)
     varies = median(abs(factor / usual - 1.0) for factor in others)  # a trained network's may
     ratio = factors[each.block] / usual

@@ -34,7 +34,8 @@ class Evidence:
     """What faults are read from: the signals of a stack, input first, and by block from 1 the parameters, the norms of
     their matrices' gradients, the names of those that nothing depends on, and how the block is put together. leaks:
     what `probe` found, by kind. cousins: parameters of the network's other stacks, which stand in for siblings where a
-    stack has few. norms: by block the names of those that do not normalise. padded: whether rows have padding."""
+    stack has few; kin: signals of those of their blocks that are of the same class, for the same end. norms: by block
+    the names of those that do not normalise. padded: whether rows have padding."""
 
     signals: tuple[BlockSignal, ...]
     weights: Sequence[Mapping[str, Weight]] = ()
@@ -43,6 +44,7 @@ class Evidence:
     wired: Sequence[Wired] = ()
     leaks: Mapping[str, int] = field(default_factory=dict)
     cousins: Sequence[Mapping[str, Weight]] = ()
+    kin: Sequence[BlockSignal] = ()
     norms: Sequence[Sequence[str]] = ()
     padded: bool = False
 
@@ -105,7 +107,8 @@ def odd_parameters(weights: Weights, cousins: Weights, block: int) -> Iterator[t
         if len(every) == 1 and (found := _odd_within(own, label)):
             yield label, found
         elif weight.matrix:
-            yield from _odd_matrix(label, weight, block, every, sizes)
+            owners = {b: weights[b - 1] if b > 0 else cousins[-b - 1] for b in every}
+            yield from _odd_matrix(label, block, owners)
         elif weight.group == "norm" and not label.endswith("bias"):
             if weight.size == 0 and _most(size > 0 for size in others_than(sizes, block)):
                 yield label, "is zero, unlike those of the other blocks"
@@ -121,9 +124,10 @@ def odd_parameters(weights: Weights, cousins: Weights, block: int) -> Iterator[t
             yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
 
 
-def _odd_matrix(
-    label: str, weight: Weight, block: int, every: Mapping[int, Weight], sizes: Mapping[int, float]
-) -> Iterator[tuple[str, str]]:
+def _odd_matrix(label: str, block: int, owners: Mapping[int, Mapping[str, Weight]]) -> Iterator[tuple[str, str]]:
+    """owners: the parameters of every block that has the matrix."""
+    weight, every = owners[block][label], {b: own[label] for b, own in owners.items()}
+    sizes = {b: w.size for b, w in every.items() if math.isfinite(w.size)}
     others = others_than(sizes, block)
     if weight.size == 0:
         if not others:  # zero queries are a known way to start
@@ -141,9 +145,26 @@ def _odd_matrix(
     elif weight.empty > 0 and _most(each.empty == 0 for b, each in every.items() if b != block) and others:
         yield label, f"has {weight.empty} rows or columns that are all zero (a head or an expert that is out of use)"
     elif len(sizes) > 2:
-        for low, word in ((False, "larger"), (True, "smaller")):
-            if block in apart(sizes, _SIZE, low=low):
+        larger, smaller = (apart(sizes, _SIZE, low=low) for low in (False, True))
+        if larger and smaller and len(larger) + len(smaller) == len(sizes):  # two halves
+            unlike = {b: _beside(owners[b], label) for b in sizes}
+            larger, smaller = _odd_half(larger, smaller, unlike)
+        for blocks, word in ((larger, "larger"), (smaller, "smaller")):
+            if block in blocks:
                 yield label, f"is {_times(sizes, block)} {word} than those of the other blocks"
+
+
+def _odd_half(larger: set[int], smaller: set[int], unlike: Mapping[int, float]) -> tuple[set[int], set[int]]:
+    """Of two halves the one whose matrices are less like the others of their blocks; nothing of the other."""
+    one, two = (median(unlike[b] for b in half) for half in (larger, smaller))
+    return (larger, set()) if one >= two else (set(), smaller)
+
+
+def _beside(own: Mapping[str, Weight], label: str) -> float:
+    """How far a matrix is from the others of its block, in powers of e of what it multiplies its input by."""
+    gains = {n: w.size * w.reads**0.5 for n, w in own.items() if w.matrix and 0 < w.size < math.inf}
+    others = [gain for n, gain in gains.items() if n != label]
+    return abs(math.log(gains[label] / median(others))) if label in gains and others else 0.0
 
 
 def _odd_within(own: Mapping[str, Weight], label: str) -> str:

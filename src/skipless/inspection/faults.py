@@ -32,6 +32,7 @@ _UNDERFLOW = 1e-12  # below this squared gradients may come to 0 by rounding
 _DIP = 1e-4  # a gradient this much smaller than its siblings'
 _ALIKE = 0.999  # |cosine| of locations on one line
 _APART = 0.9  # cosine of locations that one block has still to make alike
+_ONE = 1.01  # effective rank where one direction is left
 _SCORES = 1e-8  # gradient of queries and keys over that of values where attention does not depend on its scores
 _NEARLY = 0.995  # mean cosine of locations that are still told apart
 _LESS = 0.1  # of a squared gradient, on its way from one block to the one before it
@@ -60,11 +61,11 @@ def _not_finite(evidence: Evidence) -> Fault | None:
         for label, weight in weights.items():
             if not math.isfinite(weight.size):
                 each = evidence.signals[block]
-                text = f"{each.name}.{label}, a parameter of block {block}, holds entries that are not finite."
-                if spoiled is not None:
-                    text = f"Activations are not finite {at(spoiled)}: {text}"
+                text = f"{label} of block {block} ({each.name}) holds entries that are not finite"
+                text += "." if spoiled is None else f", and so do activations from block {spoiled.block} on."
                 look = (
-                    f"Load or initialise {label} again; look for what wrote it: a step that diverged, a damaged file."
+                    f"Load or initialise {each.name}.{label} again; look for what wrote it: a step that diverged, a "
+                    "damaged file."
                 )
                 return blame(each, "explosion", text, look)
     if spoiled is None or spoiled.block == 0:
@@ -85,9 +86,14 @@ def _cut(evidence: Evidence, each: BlockSignal) -> Fault | None:
         return blame(each, "vanishing", text, f"Look in {each.name} for {CUTS} on its way to the output.")
     before, arrived = evidence.signals[each.block - 1], each.gradient_mean
     back = _handed_back(before, each)
-    passes = back != 0 and (back is not None or not before.attached or before.block == 0)
+    passes = back != 0 and (back is not None or not before.attached)
     if arrived is None or not _UNDERFLOW < arrived < math.inf or passes:
         return None
+    if each.joined is False and before.attached:
+        pair = f"block {before.block} ({before.name}) to block {each.block} ({each.name})"
+        text = f"No gradient passes from {pair}: what the second reads is detached from what the first gives."
+        look = f"Look between {before.name} and {each.name} for {CUTS}: in the loop over blocks, or in a hook."
+        return blame(each, "vanishing", text, look)
     text = f"Gradients are all zero before block {each.block} ({each.name}): they reach it, and it hands none back."
     silent = _silent(evidence, each)
     named = f" {listed(silent)} get no gradient either." if silent else ""
@@ -110,14 +116,25 @@ def _gradient_jump(evidence: Evidence) -> Fault | None:
         if not math.isfinite(back):
             look = f"Look at the backward pass of {each.name}: a root or a norm of 0, a division, half precision."
             return blame(each, "explosion", f"Gradients are not finite {through}.", look)
-        ratio, most = back / arrived, _INPUT_GRADIENT_JUMP if before.block == 0 else _GRADIENT_JUMP
-        if 1 / most < ratio < most or ratio == 0:
+        ratio, (least, most) = back / arrived, _usual(before, each)
+        if least < ratio < most or ratio == 0:
             continue
         kind, word = ("vanishing", "vanish") if ratio < 1 else ("explosion", "explode")
         text = f"Gradients {word} {through}: squared gradient norm {ratio:.2g} times what reaches it."
         look = f"Look at the backward pass of {each.name}: a factor, a hook, a custom function, a saturated activation."
         return blame(each, kind, text, look)
     return None
+
+
+def _usual(before: BlockSignal, each: BlockSignal) -> tuple[float, float]:
+    """Between which factors a block's backward pass changes squared gradients. A first block brings the embedding to
+    another size, and a gradient to the inverse."""
+    low, high = 1.0, 1.0
+    if before.block == 0:
+        low = min(each.norm_mean / before.norm_max, 1.0) if before.norm_max > 0 else 1.0
+        high = max(each.norm_mean / before.norm_min, 1.0) if before.norm_min > 0 else math.inf
+    least, most = max(low / _GRADIENT_JUMP, 1 / _INPUT_GRADIENT_JUMP), min(high * _GRADIENT_JUMP, _INPUT_GRADIENT_JUMP)
+    return least, most
 
 
 def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -306,14 +323,19 @@ def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
         text = f"Rank collapse {at(each)}, in one block: {jump}."
         look = f"Look in {each.name} for a mean or a sum over locations, a broadcast, or weights that ignore its input."
         return blame(each, "collapse", text, look)
-    quantiles = each.cosine_quantiles
-    if quantiles and each.cosine_mean <= _ALIKE and min(map(abs, quantiles)) > _ALIKE:
-        if before.cosine_quantiles and min(map(abs, before.cosine_quantiles)) > _ALIKE:
-            return None
+    if _on_one_line(each) and not _on_one_line(before):
         text = f"All locations lie on one line {at(each)}: their cosines are 1 or −1, so that one direction is left."
         look = f"Look in {each.name} for a matrix of rank one, a width of 1 on the way, or a broadcast."
         return blame(each, "collapse", text, look)
     return None
+
+
+def _on_one_line(each: BlockSignal) -> bool:
+    """Whether cosines are 1 and −1. Quantiles are means over rows, which differ in how many are which."""
+    if not each.cosine_quantiles or each.cosine_mean > _ALIKE:
+        return False
+    apart = each.cosine_mean < _APART and each.effective_rank < _ONE
+    return apart or min(map(abs, each.cosine_quantiles)) > _ALIKE
 
 
 def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -448,9 +470,9 @@ _RULES = (
     _zeros,
     _parameters,
     _cut,
+    _alike,
     _never_negative,
     _bounded,
-    _alike,
     _leak,
     _idle_norm,
     _unused,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
 from skipless.inspection.gradients import BlockGradients, Weight, matrix_sizes
 from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.stacks import hidden, is_called, listening
+from skipless.inspection.stacks import check_recorded, hidden, is_called, listening
 from skipless.inspection.statistics import (
     ActivationStats,
     Described,
@@ -33,8 +33,6 @@ from skipless.inspection.statistics import (
 from skipless.nn.attention import ShapedAttention
 
 _TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
 _MEASURED = [each.name for each in fields(ActivationStats) if each.name not in ("norms", "picture")]
 
 
@@ -55,7 +53,7 @@ class Recorder:
         self.refused: str | None = None
         self.started = math.inf
         self.cut = False  # whether what enters the first block came without a gradient
-        self.attached: dict[int, bool] = {}
+        self.attached, self.joined = dict[int, bool](), dict[int, bool]()
         self._carries: dict[int, Tensor] = {}
         self._handed: dict[int, Tensor] = {}
         self._latest: tuple[int, Tensor] | None = None
@@ -124,6 +122,7 @@ class Recorder:
                 **self._attended(index),
                 **dict(zip(("carry", "kept", "coefficient"), self.carries.get(index, ()), strict=False)),
                 attached=self.attached.get(index),
+                joined=self.joined.get(index),
                 kept_back=self.handed.get(index),
                 parameter_gradients=gradients[index - 1].groups if index else {},
                 parameter_sizes=matrix_sizes(weights[index - 1]) if index else {},
@@ -218,6 +217,7 @@ class Recorder:
                 return None
             try:
                 x, changed = hidden([*args, *kwargs.values()]), None
+                check_recorded(x, self.live)
             except ValueError as error:
                 self.refused = str(error)
                 return None
@@ -234,7 +234,9 @@ class Recorder:
                 if not self._accepts(self._rows(x)):
                     return None
                 self._note(0, x)
-            if x.requires_grad and not self.live and is_called(module):
+            if index > 1 and not self.live and torch.is_grad_enabled():
+                self.joined[index] = x.requires_grad
+            if x.requires_grad and torch.is_grad_enabled() and not self.live and is_called(module):
                 old, x = x, x.clone()  # so that what this block hands back is told from what hooks make of it
                 changed = exchanged(*(changed or (args, kwargs)), old, x)
                 x.register_hook(lambda gradient: self._arrived(index, gradient, self._returned))

@@ -35,6 +35,7 @@ def own_network(model: nn.Module) -> Transformer | None:
 
 def check_batch(model: nn.Module, batch: Batch, labels: Tensor | None) -> None:
     """Raise for what cannot be inspected: no tensor, another device, one token, ids outside the vocabulary."""
+    _check_values(model)
     tensors = {name: value for name, value in _named(batch).items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(f"batch is {type(batch).__name__} without a tensor; give token ids (rows, T), or a mapping")
@@ -51,6 +52,21 @@ def check_batch(model: nn.Module, batch: Batch, labels: Tensor | None) -> None:
         _check_ids(model, ids)
 
 
+def _check_values(model: nn.Module) -> None:
+    """Refuse parameters without values, and those that no gradient can be taken of. Offloaded ones are fetched."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta and not any(hasattr(module, "_hf_hook") for module in model.modules()):
+            raise ValueError(
+                f"{name} is on the meta device and has no values: build the model on a real device, or "
+                "model.to_empty(device='cpu') and load its weights"
+            )
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name} was made under torch.inference_mode(), so that nothing can be differentiated by it; build "
+                "the model outside of it"
+            )
+
+
 def _of_images(model: nn.Module) -> bool:
     return isinstance(model, Transformer) and model.config.images is not None
 
@@ -63,7 +79,10 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token ids are {ids.dtype}; an embedding reads torch.int64 or torch.int32: ids.long()")
     if ids.shape[1] < 2:
-        raise ValueError("the batch has 1 token per row; cosines compare locations, so give at least 2 tokens")
+        raise ValueError(
+            f"the batch has {ids.shape[1]} token{'s' * (ids.shape[1] == 0)} per row; cosines compare locations, so "
+            "give at least 2 tokens"
+        )
     if ids.numel() == 0:
         raise ValueError(f"the batch is empty: {tuple(ids.shape)}")
     vocabulary = _vocabulary(model)
@@ -141,16 +160,62 @@ def with_decoder_ids(model: nn.Module, batch: Batch, labels: Tensor | None) -> B
     given = isinstance(batch, Mapping) and (DECODER_IDS in batch or "decoder_inputs_embeds" in batch)
     if not needed or given or not isinstance(ids, Tensor) or ids.is_floating_point():
         return batch
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    decoder = shift(labels=labels) if labels is not None and callable(shift) else ids
+    decoder = ids if labels is None else _one_behind(model, labels)
     return {**(batch if isinstance(batch, Mapping) else {_TOKENS: ids}), DECODER_IDS: decoder}
+
+
+def _one_behind(model: nn.Module, labels: Tensor) -> Tensor:
+    """What a decoder reads where it is to give these labels: a start, and each label behind it."""
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    try:
+        if callable(shift):
+            return shift(labels=labels)
+    except (AttributeError, TypeError, ValueError):  # a config that names no start
+        pass
+    config = getattr(model, "config", None)
+    named = [getattr(config, f"{word}_token_id", None) for word in ("decoder_start", "bos", "pad")]
+    start, padding = (next((each for each in found if isinstance(each, int)), 0) for found in (named, named[2:]))
+    shifted = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
+    return shifted.masked_fill(shifted == IGNORED, padding)
 
 
 def read_by(batch: Batch, name: str) -> Batch:
     """The part of the batch that a stack of that name reads: a decoder's ids and mask, where it has its own."""
-    if not isinstance(batch, Mapping) or batch.get(DECODER_IDS) is None or "decoder" not in name:
+    own = id_keys(batch)[1]
+    if own is None or "decoder" not in name:
         return batch
-    return {_TOKENS: batch[DECODER_IDS], "attention_mask": batch.get("decoder_attention_mask")}
+    mask = batch.get("decoder_attention_mask") if isinstance(batch, Mapping) else None
+    return {_TOKENS: parts_of(batch)[own], "attention_mask": mask}
+
+
+def parts_of(batch: Batch) -> dict[str | int, Any]:
+    """What a batch holds, by name or number."""
+    if isinstance(batch, Mapping):
+        return {str(name): value for name, value in batch.items()}
+    return dict(enumerate(batch)) if isinstance(batch, tuple) else {0: batch}
+
+
+def id_keys(batch: Batch) -> tuple[str | int | None, str | int | None]:
+    """Under which name or number a batch holds token ids, (rows, T), and those that a decoder reads, if it has its own.
+
+    What transformers calls so, or else integers that are no mask, going by their names and numbers.
+    """
+    parts = parts_of(batch)
+    first, second = (key if _is_ids(parts.get(key)) else None for key in (_TOKENS, DECODER_IDS))
+    if first is None:
+        others = [key for key, value in parts.items() if key != DECODER_IDS and _may_be_ids(str(key), value)]
+        first, *more = [*others, None]
+        second = next(iter(more), None) if second is None else second
+    return first, second
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+def _may_be_ids(key: str, value: Any) -> bool:
+    other = any(word in key for word in ("mask", "label", "type", "position"))
+    return _is_ids(value) and not other and value.numel() > 0 and int(value.max()) > 1
 
 
 def some_rows(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -197,6 +262,38 @@ def labelled_loss(model: nn.Module, output: Any, labels: Tensor) -> Tensor:
             "of the logits (or per row, where the model pools), else give loss=lambda output: …"
         )
     return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten().long(), ignore_index=IGNORED)
+
+
+def readable(output: Any) -> Tensor | None:
+    """The logits among what a model returns, where they are numbers by row and class."""
+    try:
+        logits = logits_of(output)
+    except ValueError:
+        return None
+    plain = logits.layout == torch.strided and not logits.is_nested and logits.is_floating_point()
+    return logits if plain and logits.dim() > 1 else None
+
+
+def check_loss(loss: Any) -> Tensor:
+    """A loss that can be differentiated."""
+    what = type(loss).__name__
+    if isinstance(loss, Tensor):
+        if loss.numel() == 1 and loss.requires_grad:
+            return loss
+        what = f"a tensor of {tuple(loss.shape)}" if loss.numel() != 1 else "detached from the model"
+    raise ValueError(f"loss(output) is {what}; it must be one number that depends on the output: a tensor's .mean()")
+
+
+def without_inference(batch: Batch) -> Batch:
+    """The batch with copies of what was made under torch.inference_mode(), which autograd refuses."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
+
+    with torch.inference_mode(False):
+        if isinstance(batch, Tensor):
+            return copied(batch)
+        return tuple(map(copied, batch)) if isinstance(batch, tuple) else {str(k): copied(v) for k, v in batch.items()}
 
 
 def logits_of(output: Any) -> Tensor:

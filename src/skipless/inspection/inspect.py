@@ -18,6 +18,7 @@ from skipless.inspection.inputs import (
     Batch,
     answer,
     check_batch,
+    check_loss,
     given_labels,
     labelled_loss,
     own_network,
@@ -28,6 +29,7 @@ from skipless.inspection.inputs import (
     unit_gradient,
     unwrapped,
     with_decoder_ids,
+    without_inference,
 )
 from skipless.inspection.inspection import BlockSignal, Inspection
 from skipless.inspection.notes import idle_outside, not_learning, not_read, of_model, on_stack
@@ -72,12 +74,13 @@ def inspect(
     model = unwrapped(model)
     labels = given_labels(batch, labels)
     check_batch(model, batch, labels)
+    batch = without_inference(batch)
     batch = with_decoder_ids(model, batch, labels)
     stacks = find_stacks(model, blocks)
     theory = own_network(model) if blocks is None and padding(batch) is None else None  # whose rows share one Σ
     streams = theory.config.heads if theory is not None and theory.config.scheme.by_head else 1
     options = InspectOptions(picture=keep_kernels, kernel=theory is not None, several=len(stacks) > 1, streams=streams)
-    with undisturbed(model):
+    with _apart(model):
         recorders = [_recorder(model, batch, stack, options) for stack in stacks]
         gradients, notes = _run(model, batch, recorders, _loss_of(model, labels, loss))
         complete = in_order(recorders)
@@ -86,14 +89,23 @@ def inspect(
         held, idle = _held(model, recorders, gradients)
         seen = _probed(model, batch, complete)
     found = []
-    for recorder, each in zip(complete, seen, strict=True):
-        evidence = _evidence(recorder, held, each)
+    every = [_evidence(recorder, held, each) for recorder, each in zip(complete, seen, strict=True)]
+    for recorder, each, own in zip(complete, seen, every, strict=True):
+        evidence = replace(own, kin=_kin(recorder, complete, every))
         if theory is not None:
             evidence = replace(evidence, signals=_with_theory(evidence.signals, theory, recorder))
         said = on_stack(model, recorder.blocks, evidence, each)
         found.append(judged(model, name, recorder, evidence, thresholds, said))
     whole = at_fault(found, recorders)
     return replace(whole, notes=(*whole.notes, *notes, *idle_outside(idle)))
+
+
+@contextmanager
+def _apart(model: nn.Module) -> Generator[None]:
+    """In here autograd records whatever is around, and random numbers that the model draws are put back."""
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
+    with torch.inference_mode(False), torch.random.fork_rng([*devices]), undisturbed(model):
+        yield
 
 
 def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: InspectOptions) -> Recorder:
@@ -147,16 +159,17 @@ def _run(
         notes = list(of_model(model, batch, output, cut))
         notes += [note for each in ran for note in not_read(output, each.last, each.blocks[-1][0])]
         if loss is not None:
-            loss(output).backward()
+            check_loss(loss(output)).backward()
         del output  # the head's part of the graph is not needed
         for number, recorder in enumerate(ran if loss is None else []):
             last = recorder.last
             if last is not None and last.requires_grad and not recorder.reached:
                 recorder.sent = True
                 torch.autograd.backward(last, unit_gradient(last), retain_graph=number + 1 < len(ran))
-        first = min((each.started for each in ran), default=0.0)
-        before = [name for name, began in called.items() if began < first]
-        notes += [*not_learning([n for n in before if not cut and taker.missed(model.get_submodule(n))])]
+        if not cut and all(0 in each.gradients for each in ran):  # else the verdict says where the gradient ends
+            first = min((each.started for each in ran), default=0.0)
+            before = [name for name, began in called.items() if began < first]
+            notes += [*not_learning([name for name in before if taker.missed(model.get_submodule(name))])]
         for recorder in recorders:
             recorder.forget()
     return dict(zip((name for name, _ in every), taker.taken, strict=True)), notes
@@ -261,6 +274,18 @@ def _evidence(recorder: Recorder, held: _Held, seen: Seen) -> Evidence:
         norms=[held.idle[name] for name in names],
         padded=recorder.options.mask is not None,
     )
+
+
+def _kin(recorder: Recorder, recorders: Sequence[Recorder], every: Sequence[Evidence]) -> list[BlockSignal]:
+    """Signals of the blocks of other stacks whose class is that of this one's."""
+    own = {type(block).__name__ for _, block in recorder.blocks}
+    return [
+        signal
+        for other, evidence in zip(recorders, every, strict=True)
+        if other is not recorder
+        for (_, block), signal in zip(other.blocks, evidence.signals[1:], strict=True)
+        if type(block).__name__ in own
+    ]
 
 
 def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder: Recorder) -> tuple[BlockSignal, ...]:

@@ -46,7 +46,8 @@ class BlockSignal:
     not to be expected. gradient_back: as gradient_mean, of what the block hands to the one before it. gradient_zeros:
     the share of locations at which no gradient arrives. coefficient: with what factor the block passes on what it
     reads, 1 with a plain shortcut. kept_back: as kept, of the gradient that reaches the block in the one that it hands
-    back. least: the smallest entry over the root mean square; 0 or more where none is negative.
+    back. least: the smallest entry over the root mean square; 0 or more where none is negative. joined: whether what
+    the block reads can hand a gradient on to the block before it, None where that is not asked.
     """
 
     block: int
@@ -80,6 +81,7 @@ class BlockSignal:
     coefficient: float | None = None
     kept_back: float | None = None
     least: float | None = None
+    joined: bool | None = None
 
     @property
     def query_key_gradient(self) -> float | None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.inspection.branches import LEFT
 from skipless.inspection.evidence import CUTS, Evidence, listed
 from skipless.inspection.gradients import Weight, reaches
-from skipless.inspection.inputs import logits_of
+from skipless.inspection.inputs import own_network, readable
 from skipless.inspection.inspection import BlockSignal
 from skipless.inspection.probes import Seen, drowned
 from skipless.inspection.siblings import set_apart
@@ -49,6 +50,7 @@ def on_stack(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen
     yield from _batch_norms(blocks)
     yield from _scaled(model, evidence.wired)
     yield from _gains(evidence)
+    yield from _no_shortcuts(model, names, evidence)
     yield from _first_hidden(names, evidence)
     yield from _constants(evidence)
     yield from set_apart(blocks, names, evidence)
@@ -203,6 +205,17 @@ def _gains(evidence: Evidence) -> Iterator[str]:
         )
 
 
+def _no_shortcuts(model: nn.Module, names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+    """A network of which no block has a shortcut. Ours says so itself."""
+    kept = evidence.numbers(lambda signal: signal.kept)
+    if own_network(model) is None and len(kept) == evidence.depth and all(abs(each) < LEFT for each in kept.values()):
+        yield (
+            f"{'No block carries' if len(kept) > 1 else f'Block {names[0]} does not carry'} its input on: of what "
+            f"tells locations apart {median(kept.values()):z.2f} is kept, where a shortcut keeps about 1. Some "
+            "networks have none by design. If that is not meant: look for the sum of a branch with what it reads."
+        )
+
+
 def _looks_back(model: nn.Module, signals: Sequence[BlockSignal]) -> Iterator[str]:
     """A causal mask in every block of a model whose class says that it is to read both ways."""
     ahead = [each.attention_ahead for each in signals]
@@ -236,11 +249,10 @@ def not_learning(names: Sequence[str]) -> Iterator[str]:
 
 def not_read(output: Any, last: Tensor | None, name: str) -> Iterator[str]:
     """A head that reads something else than the last block, or reads it without a gradient."""
-    try:
-        logits = logits_of(output)
-    except ValueError:
+    logits = readable(output)
+    if logits is None or last is None or last.grad_fn is None or logits.grad_fn is None:
         return
-    if last is not None and last.grad_fn is not None and logits.grad_fn is not None and not reaches(logits, last):
+    if not reaches(logits, last):
         yield (
             f"What the last block ({name}) gives is not read: nothing that the model gives depends on it, or no "
             f"gradient passes between them. Look behind the blocks for what is handed to the head, and for {CUTS}."
@@ -256,9 +268,8 @@ def of_model(model: nn.Module, batch: Any, output: Any, cut: Sequence[str]) -> I
     yield from _embedding_cut(model, cut)
     yield from _unregistered(model)
     yield from _positions(model)
-    try:
-        logits = logits_of(output)
-    except ValueError:
+    logits = readable(output)
+    if logits is None:
         return
     if _probabilities(logits):
         yield (
@@ -285,7 +296,7 @@ def _embedding_cut(model: nn.Module, cut: Sequence[str]) -> Iterator[str]:
 
 
 def _probabilities(logits: Tensor) -> bool:
-    if logits.shape[-1] < 2 or not logits.is_floating_point():
+    if logits.shape[-1] < 2:
         return False
     some = logits.detach()[:2].to(torch.float32)
     return bool((some >= 0).all()) and bool((some.sum(-1) - 1.0).abs().max() < 1e-2)

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from skipless.inspection.hooks import rows_first
-from skipless.inspection.inputs import Batch, logits_of, model_inputs, padding, predicts_next, some_rows
+from skipless.inspection.inputs import (
+    Batch,
+    id_keys,
+    model_inputs,
+    padding,
+    parts_of,
+    predicts_next,
+    readable,
+    some_rows,
+)
 from skipless.inspection.stacks import hidden, listening
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import Wired, Wiring
@@ -30,7 +39,6 @@ _ORDER = 3e-6  # the same of tokens in another order, over the norm; rounding co
 _ASKED = 0.1  # how far apart two rows have to be, over their norm, so that an order of tokens can be told
 _PADDING = 1e-5  # the same of other padding
 _DROWNED = 0.004  # how far apart two rows are, over their norm, where their tokens hardly matter
-_DECODER = "decoder_input_ids"
 
 
 @dataclass(frozen=True)
@@ -118,14 +126,15 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
             if of_images
             else _of_ids(compared, differ[0], causal or stack.masked or (stack.attends and _one_ahead(compared)))
         )
-    if any(each.leaks or each.ordered is False for each in found):
-        again = _run(model, _with_rows(whole, name, plain), stacks)
-        unsteady = [_first_apart(x, y) for x, y in zip(before.states, again.states, strict=True)]
-        if any(each is not None for each in unsteady):
-            return [Seen(unsteady=each) for each in unsteady]  # so a change says nothing
     alone = not plain.is_floating_point() and len(stacks) == 1
     read = _changed(before.output, after.output) if alone else None
     early = alone and _early(before, after)
+    if early or any(each.leaks or each.ordered is False for each in found):
+        again = _run(model, _with_rows(whole, name, plain), stacks)
+        early = early and not _changed(before.output, again.output)
+        unsteady = [_first_apart(x, y) for x, y in zip(before.states, again.states, strict=True)]
+        if any(each is not None for each in unsteady):
+            return [Seen(unsteady=each) for each in unsteady]  # so a change says nothing
     wired, start = [], 0
     for stack in stacks:
         wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
@@ -139,16 +148,17 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
 @torch.no_grad()
 def padding_seen(model: nn.Module, batch: Batch, stacks: Sequence[Watched]) -> list[int | None]:
     """By stack, the first block, from 1, in which real locations depend on what stands at padding."""
-    mask, ids = padding(batch), _ids(batch, False)
-    if mask is None or ids is None or mask.shape != ids.shape:
+    mask, key = padding(batch), id_keys(batch)[0]
+    if mask is None or key is None or mask.shape != parts_of(batch)[key].shape:
         return [None] * len(stacks)
+    ids = parts_of(batch)[key]
     row = int((~mask).sum(-1).argmax())
     real = mask[row].to(ids.device)
     first, other = ids[row][real][0], next((t for t in ids[row][real] if t != ids[row][real][0]), None)
     if other is None:
         return [None] * len(stacks)
     rows = torch.stack([ids[row].where(real, first), ids[row].where(real, other)])
-    states = _run(model, _with_rows(some_rows(batch, [row]), "input_ids", rows), stacks).states
+    states = _run(model, _with_rows(some_rows(batch, [row]), key, rows), stacks).states
     return [next((block for block, x in enumerate(each, 1) if _differs(x, real)), None) for each in states]
 
 
@@ -167,17 +177,18 @@ def _whole_rows(batch: Batch) -> Batch | None:
     return some_rows(batch, whole) if whole else None
 
 
-def _questions(model: nn.Module, batch: Batch, decoder: bool) -> tuple[str, Tensor, Tensor] | None:
+def _questions(model: nn.Module, batch: Batch, decoder: bool) -> tuple[str | int, Tensor, Tensor] | None:
     """(what is changed, its three rows, and these changed)."""
-    ids = _ids(batch, decoder)
-    if ids is None:
-        floats = ((n, v) for n, v in _parts(batch).items() if isinstance(v, Tensor) and v.is_floating_point())
+    key = id_keys(batch)[decoder]
+    if key is None:
+        floats = ((n, v) for n, v in parts_of(batch).items() if isinstance(v, Tensor) and v.is_floating_point())
         name, values = next(floats, ("", None))
         if values is None or values.dim() < 3 or len(values) < 2:
             return None
         moved = values[0].roll(_patch(model, values), -1)
         plain = torch.stack([values[0], values[1], moved])
         return name, plain, torch.stack([values[0].flip(-1), values[1], moved])
+    ids = parts_of(batch)[key]
     first = ids[0]
     if ids.shape[1] < 4 or bool((first == first[0]).all()):
         return None
@@ -185,7 +196,7 @@ def _questions(model: nn.Module, batch: Batch, decoder: bool) -> tuple[str, Tens
     plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), backwards])
     changed = plain.clone()
     changed[0, -1] = next(token for token in first if token != first[-1])
-    return _DECODER if decoder else "input_ids", plain, changed
+    return key, plain, changed
 
 
 def _patch(model: nn.Module, values: Tensor) -> int:
@@ -245,25 +256,21 @@ def drowned(seen: Seen) -> bool:
     return seen.told_apart is not None and 0 < seen.told_apart < _DROWNED
 
 
-def _parts(batch: Batch) -> dict[str, Any]:
-    if isinstance(batch, Mapping):
-        return {str(key): value for key, value in batch.items()}
-    return {"": batch[0] if isinstance(batch, tuple) else batch}
-
-
-def _with_rows(batch: Batch, name: str, values: Tensor) -> Batch:
+def _with_rows(batch: Batch, name: str | int, values: Tensor) -> Batch:
     """The batch of these rows: these values, and of everything else but labels the first row as often."""
-    if not isinstance(batch, Mapping):
-        return values if isinstance(batch, Tensor) else (values, *batch[1:])
-    rows = len(batch[name])
+    parts = parts_of(batch)
+    rows = len(parts[name])
     same = {
-        str(key): value[:1].expand(len(values), *value.shape[1:])
+        key: value[:1].expand(len(values), *value.shape[1:])
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
         else value
-        for key, value in batch.items()
+        for key, value in parts.items()
         if key != "labels"
     }
-    return {**same, name: values}
+    same[name] = values
+    if isinstance(batch, Mapping):
+        return {str(key): value for key, value in same.items()}
+    return values if isinstance(batch, Tensor) else tuple(same.values())
 
 
 def _leaks(compared: Sequence[_Compared], differ: bool, causal: bool) -> dict[str, int]:
@@ -316,16 +323,6 @@ def _changed(before: Tensor | None, after: Tensor | None) -> bool | None:
     return not torch.equal(before[0], after[0])
 
 
-def _ids(batch: Batch, decoder: bool) -> Tensor | None:
-    found: Any = batch
-    if isinstance(batch, Mapping):
-        found = batch.get(_DECODER if decoder else "input_ids")
-    elif isinstance(batch, tuple):
-        found = batch[0] if len(batch) == 1 else None
-    whole = isinstance(found, Tensor) and found.dim() == 2 and not found.is_floating_point()
-    return found if whole else None
-
-
 def _run(
     model: nn.Module, batch: Batch, stacks: Sequence[Watched], watch: AbstractContextManager | None = None
 ) -> _Ran:
@@ -342,10 +339,7 @@ def _run(
         len(x) == len(each.blocks) and all(len(y) == rows for y in x) for x, each in zip(given, stacks, strict=True)
     )
     states = [states if fits else [] for states, fits in zip(given, whole, strict=True)]
-    try:
-        return _Ran(states, logits_of(output))
-    except ValueError:  # it gives something else, which is not asked
-        return _Ran(states, None)
+    return _Ran(states, readable(output))
 
 
 def _kept(states: list[Tensor], swapped: bool):

@@ -7,6 +7,7 @@ next block reads; behind the last block, what the next module outside reads, or 
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -132,10 +133,11 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _alike(group: nn.ModuleList | nn.Sequential) -> bool:
-    """Members that each hold a matrix among other modules, of one class unless some of them attend."""
+    """Members that each hold a matrix among other modules, of one class or one build unless some of them attend."""
     members = list(group.children())
     whole = all(next(m.children(), None) is not None and any(p.dim() > 1 for p in m.parameters()) for m in members)
-    alike = len({type(member) for member in members}) == 1 or _attends_somewhere(group)
+    built = {tuple((name, p.shape) for name, p in member.named_parameters()) for member in members}
+    alike = 1 in (len(built), len({type(member) for member in members})) or _attends_somewhere(group)
     listed = any(isinstance(member, nn.ModuleList) for member in members)  # never called themselves
     return len(members) > 0 and whole and alike and not listed
 
@@ -230,10 +232,29 @@ def _nothing_found(model: nn.Module, lists: Sequence[Block]) -> str:
             f"{plain} of {type(model).__name__} is a plain list of modules: parameters() does not see them, so an "
             f"optimizer does not either; make it a list that torch knows: nn.ModuleList({plain.rpartition('.')[2]})"
         )
+    longest = max(
+        (pair for pair in lists if pair[0]), key=lambda pair: len([*pair[1].children()]), default=("", model)
+    )[0]
     return (
         f"{type(model).__name__} has no list of modules that each hold attention (lists seen: {seen or 'none'}); "
-        "name its blocks: blocks=['encoder.0', 'encoder.1', …] or blocks='encoder'"
+        f"name its blocks: blocks=['{longest or 'encoder'}.0', '{longest or 'encoder'}.1', …] or "
+        f"blocks='{longest or 'encoder'}'"
     )
+
+
+def check_recorded(x: Tensor, live: bool) -> None:
+    """Raise where what a block reads is to have a gradient and the block runs without: it is run again on the way back.
+
+    Under torch.no_grad() alone it is a fault of the model, which is inspected.
+    """
+    frame = None if live or torch.is_grad_enabled() or not x.requires_grad else currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            raise ValueError(
+                "blocks run inside torch.utils.checkpoint with use_reentrant=True, where no gradient can be followed; "
+                "take use_reentrant=False, or turn checkpointing off"
+            )
+        frame = frame.f_back
 
 
 def is_called(block: nn.Module) -> bool:

@@ -230,7 +230,10 @@ class Wiring(TorchFunctionMode):
             self._values(index, v)
             self._result = out
         elif func in _PRODUCTS and out.dim() == 4:
-            self._product(index, func, [each for each in args if isinstance(each, Tensor)], out)
+            # einsum may be given a tuple, and matmul its operands by name
+            lists = [arg if isinstance(arg, tuple | list) else (arg,) for arg in (*args, *kwargs.values())]
+            operands = [each for one in lists for each in one if isinstance(each, Tensor)]
+            self._product(index, func, operands, out)
         elif func in _SOFTMAX and out.dim() == 4:
             axis = args[1] if len(args) > 1 else kwargs.get("dim")
             self._softmax(index, args[0] if args else kwargs["input"], out if axis in (-1, 3) else None)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from itertools import count
 from string import Template
 from typing import Any
 
@@ -91,15 +92,17 @@ def render(
     curves = curves or {}
     if not inspections and not curves and not results and not classes:
         raise ValueError("there is nothing to show: give at least one inspection or the records of one run")
+    name = title or ("Paper and measurement" if results else _default_title(inspections, curves))
     page = files("skipless.report") / "template"
     script = "\n".join((page / name).read_text("utf-8") for name in ("charts.js", "kernels.js", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template((page / "page.html").read_text("utf-8")).substitute(
-        title=escape(title or ("Paper and measurement" if results else _default_title(inspections, curves))),
+        title=escape(name),
+        heading=_breakable(name),
         digest=digest,
         style=(page / "page.css").read_text("utf-8"),
         headline=escape(_tally(results) if results and not inspections else _headline(inspections, curves)),
-        cards="\n".join(_card(index, inspection) for index, inspection in enumerate(inspections)),
+        cards="\n".join(_card(*each) for each in zip(count(), inspections, _names(inspections), strict=False)),
         networks="" if inspections else "hidden",
         kernels="" if any(inspection.kernels is not None for inspection in inspections) else "hidden",
         curves="" if curves else "hidden",
@@ -162,7 +165,8 @@ def _of_a_block(verdict: Verdict) -> bool:
     """Whether something in one block is wrong, be the signal lost by it or not."""
     text = verdict.text
     named = re.search(rf"^Block | of block |\b[Bb]lock {verdict.block} \(", text) is not None
-    spread = text.startswith(("Rank collapse", "Norms "))  # over many blocks, of which one is named
+    # over many blocks, of which one is named
+    spread = text.startswith(("Rank collapse", "Norms ")) and ", in one block" not in text
     return verdict.kind in ("leak", "fault") or (named and not spread)
 
 
@@ -172,7 +176,18 @@ def _stacks(inspections: Sequence[Inspection]) -> bool:
     return first is not None and len(inspections) == len(first.others) + 1 > 1
 
 
-def _card(index: int, inspection: Inspection) -> str:
+def _names(inspections: Sequence[Inspection]) -> list[str]:
+    """What networks are called beside each other: stacks of one network by their own names."""
+    names = [inspection.model for inspection in inspections]
+    return [name.partition(", ")[2] or name for name in names] if _stacks(inspections) else names
+
+
+def _breakable(name: str) -> str:
+    """A name in HTML that may be broken between its words, and no number."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\w[./_])(?=[A-Za-z_])|(?<=[A-Za-z][./_])(?=\d)", "<wbr>", escape(name))
+
+
+def _card(index: int, inspection: Inspection, name: str) -> str:
     """A verdict in plain words, and the box that shows or hides the network below."""
     verdict = inspection.verdict
     advice = f'<p class="advice"><b>What to change:</b> {escape(inspection.advice)}</p>' if inspection.advice else ""
@@ -183,7 +198,7 @@ def _card(index: int, inspection: Inspection) -> str:
     advice += "".join(f'<p class="advice"><b>Note:</b> {escape(note)}</p>' for note in inspection.notes)
     return (
         f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
-        f"{_MARKS[verdict.kind]}</span> {escape(inspection.model)}</h3>"
+        f"{_MARKS[verdict.kind]}</span> {_breakable(name)}</h3>"
         f'<p class="kind">{escape(_PLAIN[verdict.kind])}{doubted}</p><p>{escape(verdict.text)}</p>{advice}'
         f'<label class="toggle"><input type="checkbox" data-network="{index}"> '
         f'<svg class="key" data-key="{index}" width="28" height="10" aria-hidden="true"></svg> show below'
@@ -290,22 +305,23 @@ _CURVES = ("loss", "ema", "valid_loss", "valid_accuracy", "gradient")
 def page_data(inspections: Sequence[Inspection], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """JSON that can stand inside a script element: no <, >, & and no line separators."""
     budget = KERNEL_BYTES * min(len(inspections), _WHOLE_NETWORKS) // max(len(inspections), 1)
+    names = _names(inspections)
     data = {
-        "networks": [_network(inspection, budget) for inspection in inspections],
+        "networks": [_network(*each, budget) for each in zip(inspections, names, strict=True)],
         "curves": [{"name": name, **_curve(records)} for name, records in curves.items()],
     }
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escaped
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _network(inspection: Inspection, budget: int) -> dict[str, Any]:
+def _network(inspection: Inspection, name: str, budget: int) -> dict[str, Any]:
     blocks = inspection.blocks
     columns = {name: _column([getattr(block, name) for block in blocks]) for name in (*_COLUMNS, *_OPTIONAL)}
     columns |= {"cosine_low": _quantile(blocks, 0), "cosine_high": _quantile(blocks, -1)}
     for key in ("norm", "cosine", "gradient"):
         columns[f"{key}_predicted"] = _column([(block.predicted or {}).get(key) for block in blocks])
     return {
-        "name": inspection.model,
+        "name": name,
         "lost": inspection.verdict.block if inspection.verdict.lost else None,
         "blocks": [block.block for block in blocks],
         "columns": {name: values for name, values in columns.items() if any(v is not None for v in values)},

@@ -21,6 +21,11 @@ function html(parent, tag, className, text) {
   return node;
 }
 
+// A name that may be broken between its words.
+function breakable(name) {
+  return name.replace(/([a-z])(?=[A-Z])|(\w[./_])(?=[A-Za-z_])/g, "$&\u200b");
+}
+
 function words(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
@@ -198,7 +203,7 @@ class Chart {
       const i = s.x.reduce((best, v, j) => (Math.abs(v - at) < Math.abs(s.x[best] - at) ? j : best), 0);
       const row = html(this.values, "li", "");
       drawKey(svg(row, "svg", { width: 28, height: 10, "aria-hidden": "true" }), s.index);
-      html(row, "span", "name", s.name).title = s.name;
+      html(row, "span", "name", breakable(s.name)).title = s.name;
       const range = s.low && s.high && s.low[i] !== null ? ` (${words(s.low[i])} … ${words(s.high[i])})` : "";
       const ended = at > s.x[i] && i === s.x.length - 1 ? `, ${this.spec.xName(s.x[i])}` : ""; // a shorter one's last
       html(row, "span", "number", words(s.y[i]) + range + ended);

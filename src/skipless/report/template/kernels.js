@@ -26,7 +26,7 @@ class Kernel {
     this.canvas.width = this.canvas.height = side;
     this.canvas.setAttribute("role", "img");
     const caption = html(this.figure, "figcaption", "");
-    html(caption, "b", "", network.name);
+    html(caption, "b", "", breakable(network.name));
     this.reading = html(caption, "span", "reading");
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => this.describe());
