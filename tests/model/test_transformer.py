@@ -141,6 +141,19 @@ def test_the_papers_large_model_builds_on_meta():
     assert biases == 36 * (4096 + 1024)
 
 
+@pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "mirrored/e-spa-readers", "pre-ln"])
+def test_a_network_on_meta_runs_where_only_sizes_are_asked_for(name):
+    """What counters of operations and estimates of memory do: nothing is computed, and no shape may need numbers."""
+    tokens = torch.zeros(2, 9, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = Transformer(name, width=32, depth=4, heads=4, vocab_size=30)
+    assert model(tokens).shape == (2, 9, 30)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    assert loss.is_meta
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
 def test_rotary_positions_take_the_configured_base():
     config = ModelConfig(vocab_size=30, width=32, depth=2, heads=4, activation="gelu", rope_base=500.0)
     rotation = build(config).positions(torch.zeros(1, 9, dtype=torch.long), past=3).rotation

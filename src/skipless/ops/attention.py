@@ -11,6 +11,7 @@ from torch import Tensor
 from skipless.ops import flex, gpu, reference
 from skipless.ops.bias import AttentionInputs, BiasVectors, check_kinds
 from skipless.ops.layout import Layout, kernel_layout, kernel_sides
+from skipless.ops.precision import without_autocast
 from skipless.theory.shapes import AttentionShape
 
 logger = logging.getLogger("skipless")
@@ -100,7 +101,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
     if isinstance(bias_gain, int | float):
         bias_gain = torch.tensor(float(bias_gain), device=q.device, dtype=dtype)
     inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias, decoding).check()
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         if rotation is not None:
             if qkv is not None and (out := rotary_attention(inputs, qkv, rotation, impl)) is not None:
                 return out

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from skipless.ops.linear import product_dtype
+from skipless.ops.precision import without_autocast
 
 # Logits at once: 8192 tokens of a vocabulary of 32,000 are one chunk, half a GB in bfloat16.
 _LOGITS_AT_ONCE = 2**28
@@ -37,12 +38,11 @@ def linear_cross_entropy(
         _check_counted(counted, targets)
         hidden, targets = hidden.masked_fill(~counted[..., None], 0.0), targets.masked_fill(~counted, 0)
         counted = counted.reshape(-1)
-    kind = hidden.device.type
     rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
     size = max(1, _LOGITS_AT_ONCE // weight.shape[0]) if chunk is None else chunk
     chunks = -(-len(rows) // size)
     arguments = (rows, weight, bias, targets.reshape(-1), counted, -(-len(rows) // chunks))
-    with torch.autocast(kind, enabled=False):
+    with without_autocast(hidden.device):
         tensors = (rows, weight, bias)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _LinearCrossEntropy.apply(*arguments)
