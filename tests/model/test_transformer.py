@@ -154,6 +154,37 @@ def test_a_network_on_meta_runs_where_only_sizes_are_asked_for(name):
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
+@pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "mirrored/e-spa-readers", "pre-ln", "v-skipinit"])
+def test_transforms_of_torch_func_go_through_a_network(name):
+    """Gradients of each row, directional derivatives and an ensemble: each equals what plain calls give."""
+    models = [Transformer(name, width=16, depth=4, heads=2, vocab_size=20).double() for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (p for model in models for p in model.parameters()):
+        parameter.data += 0.02 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    model, tokens = models[0], torch.randint(0, 20, (3, 9), generator=generator)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, row):
+        return torch.func.functional_call(model, weights, (row[None, :-1], row[None, 1:]))
+
+    by_row = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, tokens)
+    direction = {name: torch.cos(p) for name, p in weights.items()}
+    _, slope = torch.func.jvp(lambda weights: loss(weights, tokens[0]), (weights,), (direction,))
+    for row in range(3):
+        model.zero_grad()
+        model(tokens[row : row + 1, :-1], tokens[row : row + 1, 1:]).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(by_row[name][row], p.grad)
+        if row == 0:
+            plain = sum((p.grad * direction[name]).sum() for name, p in model.named_parameters())
+            torch.testing.assert_close(slope, plain)
+
+    stacked, _ = torch.func.stack_module_state(models)
+    both = torch.func.vmap(lambda weights: torch.func.functional_call(model, weights, (tokens,)))(stacked)
+    torch.testing.assert_close(both, torch.stack([one(tokens) for one in models]))
+
+
 def test_rotary_positions_take_the_configured_base():
     config = ModelConfig(vocab_size=30, width=32, depth=2, heads=4, activation="gelu", rope_base=500.0)
     rotation = build(config).positions(torch.zeros(1, 9, dtype=torch.long), past=3).rotation

@@ -18,6 +18,7 @@ from skipless.ops.attention import Rotation
 from skipless.ops.bias import BiasVectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
+from skipless.ops.transforms import is_readable
 from skipless.theory.shapes import AttentionShape
 
 
@@ -250,7 +251,7 @@ def check_ids(name: str, ids: Any, size: int) -> None:
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         seen = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"{name} are {seen}; they must be a tensor of whole numbers, such as torch.int64")
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+    if not is_readable(ids) or not ids.numel():
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from skipless.ops.layout import Layout
+from skipless.ops.transforms import is_readable
 from skipless.theory import shapes
 from skipless.theory.shapes import AlibiShape, AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
@@ -386,8 +387,7 @@ def _check_layout(inputs: AttentionInputs, layout: Layout) -> None:
 
 def _check_terms(inputs: AttentionInputs) -> None:
     gain, bias, heads = inputs.bias_gain, inputs.score_bias, inputs.q.shape[1]
-    # values are looked at on a CPU only: a GPU would have to be waited for
-    looks = inputs.q.device.type == "cpu" and not torch.compiler.is_compiling()
+    looks = is_readable(inputs.q)
     if gain is not None and gain.shape not in ((), (1,), (heads,)):
         raise ValueError(f"bias_gain is shaped {tuple(gain.shape)}; use one number, or one per head: ({heads},)")
     if gain is not None and looks and not bool(gain.isfinite().all()):
