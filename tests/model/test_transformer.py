@@ -356,3 +356,31 @@ def test_tokens_without_a_batch_are_refused():
     model = build(ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh"))
     with pytest.raises(ValueError, match=r"tokens are shaped \(4,\).*tokens\[None\]"):
         model(torch.arange(4))
+    for empty in (torch.zeros(0, 4, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"tokens are shaped \(.*; give at least one row of one token"):
+            model(empty)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_bytes_are_tokens_once_they_are_cast(dtype):
+    model = build(ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh"))
+    tokens = torch.arange(8)[None]
+    for arguments, name in (((tokens.to(dtype),), "tokens"), ((tokens, tokens.to(dtype)), "targets")):
+        with pytest.raises(ValueError, match=rf"{name} are {dtype}; .*torch.int64 or torch.int32: {name}.long\(\)"):
+            model(*arguments)
+    assert torch.equal(model(tokens.int()), model(tokens))
+    assert model(tokens, tokens.int()) == model(tokens, tokens)
+
+
+def test_targets_to_be_left_out_are_told_where_that_works():
+    model = build(ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh"))
+    with pytest.raises(ValueError, match=r"targets run from -100 to 2.*0 … 49.*Layout.*cross_entropy of the logits"):
+        model(torch.arange(3)[None], torch.tensor([[-100, 1, 2]]))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "pre-ln"])
+def test_torch_jit_traces_a_network(name):
+    model, tokens = Transformer(name, vocab_size=30, width=32, depth=4, heads=4), torch.randint(30, (2, 9))
+    traced = torch.jit.trace(model, (tokens,))
+    assert torch.equal(traced(tokens), model(tokens))
