@@ -197,7 +197,7 @@ def test_the_order_of_axes_and_a_missing_batch_are_named():
     ],
 )
 def test_pixels_that_were_scaled_already_are_refused(change, words):
-    """ToTensor's, and normalised ones: every patch would be the same grey to the network, and nothing else would tell."""
+    """ToTensor's, and normalised ones: every patch would be the same grey to the network, and nothing would tell."""
     model = build("vit/mirrored", depth=1)
     with pytest.raises(ValueError, match=words):
         model(change(pictures(4).double()))

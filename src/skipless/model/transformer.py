@@ -258,8 +258,8 @@ def check_ids(name: str, ids: Any, size: int) -> None:
     low, high = int(ids.min()), int(ids.max())
     if name == "targets" and low < 0:
         raise ValueError(
-            f"targets run from {low} to {high}; they must lie in 0 … {size - 1}, and none is ignored but where a Layout "
-            "has padding. To leave others out: torch.nn.functional.cross_entropy of the logits, model(tokens)"
+            f"targets run from {low} to {high}; they must lie in 0 … {size - 1}, and none is ignored but where a "
+            "Layout has padding. To leave others out: torch.nn.functional.cross_entropy of the logits, model(tokens)"
         )
     if low < 0 or high >= size:
         raise ValueError(f"{name} run from {low} to {high}; the model knows 0 … {size - 1}: is this its tokenizer?")

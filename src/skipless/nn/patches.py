@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from skipless.ops.transforms import is_readable
 
-
 _NORMALISED = 10.0  # deviations that no pixel is away from the mean
 
 
