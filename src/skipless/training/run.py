@@ -13,6 +13,7 @@ finished.json     written last
 .lock             process and host of who is training
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -233,11 +234,21 @@ def _trained(path: Path) -> bool:
 
 
 def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
-    if differing := other_fields(there, here, "there", "here"):
+    if differing := other_fields(there, _with_data_of(path, there, here), "there", "here"):
         raise ValueError(
             f"{path} holds a run with other settings: {'; '.join(differing)}. To go on with that run, repeat its "
             "settings and add --resume; for these settings, use another folder"
         )
+
+
+def _with_data_of(path: Path, there: Experiment, here: Experiment) -> Experiment:
+    """`here` with the run's names for folders that hold its very tokens by another name: moved, or spelt otherwise."""
+    if not (path / DATA).is_file():
+        return here
+    noted = read_json(path / DATA, mapping, "delete it to go on without")
+    same = {name: value for name, value in _fingerprints(here).items() if value and noted.get(name) == value}
+    names = {name.removeprefix("data."): getattr(there.data, name.removeprefix("data.")) for name in same}
+    return dataclasses.replace(here, data=dataclasses.replace(here.data, **names))
 
 
 def other_fields(
