@@ -105,8 +105,9 @@ class Transformer(nn.Module):
 
         Greedy unless options say otherwise: sampling=Sampling(0.8), seed=1, stop=…; see skipless.generate.
         """
-        from skipless.model.generate import generate, generate_text
+        from skipless.model.generate import generate, generate_text, refuse_loose_sampling
 
+        refuse_loose_sampling(options)
         if isinstance(prompt, str):
             return generate_text(self, prompt, max_new_tokens, **options)
         return generate(self, prompt, max_new_tokens, **options)
