@@ -477,14 +477,16 @@ def least_bytes(experiment: Experiment, processes: int = 1, device: str = "cpu")
     """What training takes at the very least in each of so many processes: less than it will take.
 
     Weights, gradients and one moment in float32; the rows' tokens; what blocks keep for their backward pass, which with
-    train.recompute is their inputs and the rest of one; and on a CPU the objects that blocks are made of.
+    train.recompute is their inputs and the rest of one; what the loss of tokens keeps, the last one's output; and on a
+    CPU the objects that blocks are made of.
     """
     model, train = experiment.model, experiment.train
     sharded = processes if train.strategy == "fsdp" else 1
     rows = train.batch_size / processes
     tokens, number = rows / train.accumulate * train.length, 4 if train.precision == "fp32" else 2
     blocks = 1 if train.recompute else model.depth
-    kept = tokens * number * (model.depth * model.width + blocks * _kept_numbers(experiment, device))
+    streams = model.depth + (model.head != "pooled")
+    kept = tokens * number * (streams * model.width + blocks * _kept_numbers(experiment, device))
     objects = _BLOCK_OBJECTS * model.depth if device == "cpu" else 0
     return 12.0 * model.matrix_parameters / sharded + 8.0 * rows * train.length + kept + objects
 
