@@ -41,7 +41,7 @@ def network(impl: str = "auto", **changes) -> Transformer:
 def brute(module: ShapedAttention, x: torch.Tensor, layout: Layout) -> tuple[float, float, float]:
     """By the dense definition, all at once: q·k/√d + B, masked."""
     q, k = (layer(x).unflatten(-1, (-1, module.head_width)).transpose(1, 2) for layer in (module.query, module.key))
-    placed = module._default_positions(x) if module.options.position == "rope" else Positions()
+    placed = module._placed(x, None)
     if placed.rotation is not None:
         q, k = placed.rotation.rotate(q), placed.rotation.rotate(k)
     parts = BiasVectors.of(module.shape, x.shape[1], dtype=torch.float64)

@@ -112,6 +112,21 @@ def test_bad_arguments_are_refused_before_the_first_step(model, prompt):
         stream(model, prompt, 1, attention_mask=mask[:, 1:])
     with pytest.raises(ValueError, match="at least one"):
         stream(model, prompt[:, :0], 1)
+    for options, words in (
+        ({"sampling": 0.8}, r"sampling is 0.8; .*Sampling\(temperature=0.8\)"),
+        ({"stop": 5}, r"stop is 5; it must be a collection of tokens, such as \(0,\)"),
+        ({"attention_mask": mask.tolist()}, "attention_mask is a list; it must be a tensor"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            stream(model, prompt, 1, **options)
+
+
+def test_sampling_as_transformers_spells_it_is_told_where_it_goes(model, prompt):
+    with pytest.raises(TypeError, match=r"no temperature, top_k: give sampling=Sampling\(temperature=0.7, top_k=9\)"):
+        model.generate(prompt, 3, temperature=0.7, top_k=9)
+    with pytest.raises(TypeError, match="takes no do_sample: it is greedy, or draws by sampling="):
+        model.generate(prompt, 3, do_sample=True)
+    assert torch.equal(model.generate(prompt, 3.0), model.generate(prompt, 3))
 
 
 @pytest.mark.parametrize(

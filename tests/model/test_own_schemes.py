@@ -220,7 +220,16 @@ def test_a_compact_shape_of_one_s_own_runs_on_vectors():
 
 
 def test_a_table_for_each_head_is_refused():
-    shape = DenseShape(np.stack([np.eye(24)] * 4), True)
+    with pytest.raises(ValueError, match="one for all heads: tables by head are a ShapeByHead"):
+        DenseShape(np.stack([np.eye(24)] * 4), True)
+
+    class ByHead(TableShape):
+        causal = True
+
+        def dense(self, length):
+            return np.stack([np.eye(length)] * 4)
+
+    shape = ByHead()
     with pytest.raises(ValueError, match=r"one for all heads. Slopes by head have a compact form"):
         BiasVectors.of(shape, 4)
 

@@ -141,6 +141,50 @@ def test_the_papers_large_model_builds_on_meta():
     assert biases == 36 * (4096 + 1024)
 
 
+@pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "mirrored/e-spa-readers", "pre-ln"])
+def test_a_network_on_meta_runs_where_only_sizes_are_asked_for(name):
+    """What counters of operations and estimates of memory do: nothing is computed, and no shape may need numbers."""
+    tokens = torch.zeros(2, 9, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        model = Transformer(name, width=32, depth=4, heads=4, vocab_size=30)
+    assert model(tokens).shape == (2, 9, 30)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    assert loss.is_meta
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
+@pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "mirrored/e-spa-readers", "pre-ln", "v-skipinit"])
+def test_transforms_of_torch_func_go_through_a_network(name):
+    """Gradients of each row, directional derivatives and an ensemble: each equals what plain calls give."""
+    models = [Transformer(name, width=16, depth=4, heads=2, vocab_size=20).double() for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (p for model in models for p in model.parameters()):
+        parameter.data += 0.02 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    model, tokens = models[0], torch.randint(0, 20, (3, 9), generator=generator)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, row):
+        return torch.func.functional_call(model, weights, (row[None, :-1], row[None, 1:]))
+
+    by_row = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, tokens)
+    direction = {name: torch.cos(p) for name, p in weights.items()}
+    _, slope = torch.func.jvp(lambda weights: loss(weights, tokens[0]), (weights,), (direction,))
+    for row in range(3):
+        model.zero_grad()
+        model(tokens[row : row + 1, :-1], tokens[row : row + 1, 1:]).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(by_row[name][row], p.grad)
+        if row == 0:
+            plain = sum((p.grad * direction[name]).sum() for name, p in model.named_parameters())
+            torch.testing.assert_close(slope, plain)
+
+    stacked, _ = torch.func.stack_module_state(models)
+    both = torch.func.vmap(lambda weights: torch.func.functional_call(model, weights, (tokens,)))(stacked)
+    torch.testing.assert_close(both, torch.stack([one(tokens) for one in models]))
+
+
 def test_rotary_positions_take_the_configured_base():
     config = ModelConfig(vocab_size=30, width=32, depth=2, heads=4, activation="gelu", rope_base=500.0)
     rotation = build(config).positions(torch.zeros(1, 9, dtype=torch.long), past=3).rotation
@@ -312,3 +356,31 @@ def test_tokens_without_a_batch_are_refused():
     model = build(ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh"))
     with pytest.raises(ValueError, match=r"tokens are shaped \(4,\).*tokens\[None\]"):
         model(torch.arange(4))
+    for empty in (torch.zeros(0, 4, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"tokens are shaped \(.*; give at least one row of one token"):
+            model(empty)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_bytes_are_tokens_once_they_are_cast(dtype):
+    model = build(ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh"))
+    tokens = torch.arange(8)[None]
+    for arguments, name in (((tokens.to(dtype),), "tokens"), ((tokens, tokens.to(dtype)), "targets")):
+        with pytest.raises(ValueError, match=rf"{name} are {dtype}; .*torch.int64 or torch.int32: {name}.long\(\)"):
+            model(*arguments)
+    assert torch.equal(model(tokens.int()), model(tokens))
+    assert model(tokens, tokens.int()) == model(tokens, tokens)
+
+
+def test_targets_to_be_left_out_are_told_where_that_works():
+    model = build(ModelConfig(vocab_size=50, width=32, depth=4, heads=2, length=16, activation="tanh"))
+    with pytest.raises(ValueError, match=r"targets run from -100 to 2.*0 … 49.*Layout.*cross_entropy of the logits"):
+        model(torch.arange(3)[None], torch.tensor([[-100, 1, 2]]))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "pre-ln"])
+def test_torch_jit_traces_a_network(name):
+    model, tokens = Transformer(name, vocab_size=30, width=32, depth=4, heads=4), torch.randint(30, (2, 9))
+    traced = torch.jit.trace(model, (tokens,))
+    assert torch.equal(traced(tokens), model(tokens))

@@ -176,3 +176,46 @@ def test_images_that_cannot_be(fields, words):
 def test_a_batch_of_other_images_is_refused(images):
     with pytest.raises(ValueError, match=r"they must be \(batch, 3, 16, 16\) of pixels from 0 to 255"):
         build("vit/mirrored", depth=1)(images)
+
+
+def test_the_order_of_axes_and_a_missing_batch_are_named():
+    model = build("vit/mirrored", depth=1)
+    for images, words in (
+        (pictures().permute(0, 2, 3, 1), r"permute\(0, 3, 1, 2\)"),
+        (pictures()[0], r"images\[None\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(images)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: x / 255, r"images run from 0\.\d+ to 0\.\d+; they must be pixels from 0 to 255.*images \* 255"),
+        (lambda x: x / 127.5 - 1, r"images run from -0\.\d+ to 0\.\d+.*as they are before that"),
+        (lambda x: (x - x.mean()) / x.std(), r"images run from -2\.\d+ to 2\.\d+.*as they are before that"),
+    ],
+)
+def test_pixels_that_were_scaled_already_are_refused(change, words):
+    """ToTensor's, and normalised ones: every patch would be the same grey to the network, and nothing would tell."""
+    model = build("vit/mirrored", depth=1)
+    with pytest.raises(ValueError, match=words):
+        model(change(pictures(4).double()))
+
+
+def test_dark_pictures_are_pictures():
+    model = build("vit/mirrored", depth=1)
+    for images in (torch.zeros(1, 3, 16, 16), pictures() // 128, pictures().double() - 0.5):
+        assert model(images).isfinite().all()
+
+
+def test_labels_may_be_of_either_kind_of_whole_numbers():
+    model, labels = build("vit/mirrored", depth=1).train(), torch.tensor([3])
+    for smoothing in (0.0, 0.1):
+        model.label_smoothing = smoothing
+        assert model(pictures(), labels.int()) == model(pictures(), labels)
+
+
+def test_images_by_another_name_are_refused():
+    with pytest.raises(ValueError, match=r"images is \{'side': 64\}; it must be Images"):
+        preset("vit/mirrored", images={"side": 64})

@@ -4,8 +4,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from skipless.model.generate import BlockCache
 from skipless.nn.attention import AttentionOptions, ShapedAttention
+from skipless.nn.position import Positions
 from skipless.ops import gpu
+from skipless.ops.attention import Rotation
+from skipless.ops.layout import Layout
 from skipless.theory.schemes import ExponentialSPA, StandardAttention, UniformSPA, ValueSkipInit
 
 WIDTH, HEADS, T = 32, 4, 20
@@ -146,3 +150,61 @@ def test_sharded_matrices_are_not_kept_whole_for_the_backward_pass(kv_heads, row
         shapes, *results[sharded] = kept(module, x)
         assert bool(whole & set(shapes)) != sharded
     torch.testing.assert_close(results[True], results[False], rtol=1e-12, atol=1e-12)
+
+
+def placed(layout, head_width=WIDTH // HEADS):
+    return Positions(layout, Rotation.at(layout.query_locations, head_width))
+
+
+def test_tokens_after_a_cache_stand_where_it_ends():
+    """Without positions they were rotated as if they were the first, in silence."""
+    module, cache = build(SPA[1], "normal", kv_heads=2), BlockCache()
+    x = torch.randn(2, T, WIDTH).double()
+    parts = [module(part, cache=cache) for part in x.split([7, 1, 12], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), module(x))
+
+
+def test_a_cache_that_does_not_count_needs_positions():
+    class Cache:
+        def append(self, k, v):
+            return k, v
+
+    module, x = build(SPA[1], "normal"), torch.randn(2, T, WIDTH).double()
+    with pytest.raises(ValueError, match=r"the cache is a Cache, which has no `length`.*or give positions"):
+        module(x, cache=Cache())
+    positions = Positions(rotation=Rotation.at(torch.arange(T)[None], WIDTH // HEADS))
+    torch.testing.assert_close(module(x, positions, Cache()), module(x))
+
+
+def test_a_layout_alone_brings_its_rotary_positions():
+    """Documents of a row are as if each were alone; without a rotation they had no positions, in silence."""
+    module, x = build(SPA[1], "normal"), torch.randn(1, T, WIDTH).double()
+    layout = Layout.packed((torch.arange(T)[None] >= 7).long())
+    alone = torch.cat([module(x[:, :7]), module(x[:, 7:])], dim=1)
+    for positions in (layout, Positions(layout), placed(layout)):
+        torch.testing.assert_close(module(x, positions), alone)
+    unplaced = build(SPA[1], "normal", position="none")
+    torch.testing.assert_close(unplaced(x, layout), unplaced(x, Positions(layout)))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m, x: m(x, x, x), "positions are a Tensor; they must be a Layout, Positions or None: .* are all of x"),
+        (lambda m, x: m(x[0]), r"x is shaped \(20, 32\); it must be \(batch, T, 32\)"),
+        (lambda m, x: m(x[..., :16]), r"x is shaped \(2, 20, 16\); it must be \(batch, T, 32\)"),
+        (lambda m, x: m(x, Layout.packed([[0, 1]])), "document_ids is a list; it must be a torch.Tensor"),
+        (lambda m, x: m(x, Layout.left_padded([[0, 1]])), "attention_mask is a list; it must be a torch.Tensor"),
+        (lambda m, x: ShapedAttention(32, 0, SPA[0]), "heads=0.*heads must divide width"),
+        (lambda m, x: ShapedAttention(32, 4, SPA[0], 0), "kv_heads=0; heads must divide width, and kv_heads heads"),
+        (lambda m, x: ShapedAttention(32, 4.5, SPA[0]), "heads is 4.5; it must be a whole number"),
+        (lambda m, x: ShapedAttention(32, 4, SPA), "shape is a list; it must be the AttentionShape of one block"),
+        (lambda m, x: ShapedAttention(32, 4, ExponentialSPA()), r"shape is a ExponentialSPA; .*\.shapes\(depth=12\)"),
+        (lambda m, x: ShapedAttention(32, 4, torch.eye(20)), r"shape is a Tensor; .*DenseShape\(matrix\)"),
+        (lambda m, x: AttentionOptions(position="alibi"), "options.position is 'alibi'; it must be one of 'rope'"),
+        (lambda m, x: AttentionOptions(readers=-1), "options.readers is -1; it must be at least 0"),
+    ],
+)
+def test_mistakes_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(build(SPA[1]), torch.randn(2, T, WIDTH).double())

@@ -75,6 +75,50 @@ def test_gradcheck():
     )
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "nothing"])
+def test_second_derivatives_are_those_of_dense_logits(frozen, masked):
+    """With the loss as the root, a saved gradient would pass for a constant, and Hessians come out wrong in silence."""
+    hidden, weight, bias, targets = problem((6,))
+    counted = torch.arange(6, device=DEVICE) % 3 > 0 if masked else torch.ones_like(targets, dtype=torch.bool)
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        tensor.requires_grad_(name != frozen)
+    inputs = [t for t in (hidden, weight, bias) if t.requires_grad]
+    results = []
+    for loss in (
+        linear_cross_entropy(hidden.sin(), weight, targets, bias, counted=counted if masked else None, chunk=4),
+        F.cross_entropy(F.linear(hidden.sin(), weight, bias)[counted], targets[counted]),
+    ):
+        slopes = torch.autograd.grad(loss, inputs, create_graph=True)
+        penalty = sum((slope * slope.detach().cos()).sum() for slope in slopes)
+        results.append((slopes, torch.autograd.grad(penalty, inputs)))
+    torch.testing.assert_close(*results)
+    assert torch.autograd.gradgradcheck(
+        lambda *given: linear_cross_entropy(hidden.sin(), weight, targets, given[-1]), (hidden, weight, bias)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
+@pytest.mark.parametrize("masked", [False, True])
+def test_transforms_of_torch_func_have_every_derivative(masked):
+    hidden, weight, bias, targets = problem((6,))
+    counted = torch.arange(6, device=DEVICE) % 3 > 0 if masked else None
+
+    def ours(h, w, b):
+        return linear_cross_entropy(h, w, targets, b, counted=counted)
+
+    def theirs(h, w, b):
+        real = slice(None) if counted is None else counted.nonzero()[:, 0]
+        return F.cross_entropy(F.linear(h, w, b)[real], targets[real])
+
+    whole, everything = (hidden.detach(), weight.detach(), bias.detach()), (0, 1, 2)
+    for transform in (torch.func.grad, torch.func.hessian):
+        found, expected = (transform(loss, argnums=everything)(*whole) for loss in (ours, theirs))
+        torch.testing.assert_close(found, expected)
+    found, expected = (torch.func.jvp(loss, whole, tuple(t.cos() for t in whole)) for loss in (ours, theirs))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "all"])
 def test_only_what_is_asked_for_gets_a_gradient(frozen):
     hidden, weight, _, targets = problem()

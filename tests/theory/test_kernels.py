@@ -107,3 +107,20 @@ def test_cosine_ignores_norms(norms):
 def test_bad_values_are_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    "measure", [kernels.mean_cosine, kernels.effective_rank, kernels.stable_rank, kernels.rank_one_residual]
+)
+def test_measures_are_of_one_kernel(measure):
+    """Those of a batch would be mixed: its effective rank was the sum of them, nearly."""
+    kernel = kernels.exponential(0.1, 6)
+    assert measure(kernel.tolist()) == measure(kernel)
+    for wrong in (np.stack([kernel, kernel]), kernel[:3], kernel[0]):
+        with pytest.raises(ValueError, match=r"the kernel is shaped .*; it must be one square matrix \(T, T\)"):
+            measure(wrong)
+
+
+def test_kernels_of_several_sequences_of_tokens():
+    tokens = np.random.default_rng(0).integers(0, 3, (2, 5))
+    np.testing.assert_array_equal(kernels.of_tokens(tokens), np.stack([kernels.of_tokens(row) for row in tokens]))

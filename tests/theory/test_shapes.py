@@ -154,6 +154,26 @@ def test_bad_requests_are_named(call, words):
         call()
 
 
+@pytest.mark.parametrize(
+    ("matrix", "words"),
+    [
+        ([[1.0, 0.0], [-0.5, 1.5]], "row 1 of the matrix runs from -0.5 to 1.5 .* attention is .* at least 0"),
+        ([[1.0, 0.0], [0.0, 0.0]], "row 1 of the matrix .* sums to 0; .* looks somewhere from every location"),
+        ([[np.nan, 0.0], [0.5, 0.5]], "row 0 of the matrix runs from nan"),
+        (np.ones((2, 3)), r"shaped \(2, 3\); it must be \(T, T\)"),
+        (np.full((3, 3), 1 / 3), r"looks ahead, by 0.333 from location 0 to 1, .*np.tril\(matrix\), or causal=False"),
+    ],
+)
+def test_matrices_that_are_no_attention_are_refused(matrix, words):
+    """They gave NaN, or under a causal mask the attention of another matrix."""
+    with pytest.raises(ValueError, match=words):
+        DenseShape(matrix)
+
+
+def test_a_list_is_a_matrix():
+    np.testing.assert_array_equal(DenseShape([[2, 0], [1, 1]]).row_scale(2), [2.0, 2.0])
+
+
 def test_non_causal_decay_rates_that_rounding_defeats_are_named():
     """Locations that coincide to rounding have no square root to speak of; no calibration would help."""
     with pytest.raises(ValueError, match="use decay rates above 1e-13, at which 64 locations coincide to rounding"):

@@ -250,6 +250,7 @@ def test_infeasible_tau_names_one_that_works():
         (lambda: tat("gelu", 36, eta=1.0), "eta=1"),
         (lambda: tat("leaky_relu", 36, tau=0.3), "infinite"),
         (lambda: tat_leaky_relu(36, 0.0), "eta=0"),
+        (lambda: tat_leaky_relu(36, float("nan")), r"cannot reach eta=nan .* in \(0, 0.9791\]"),
     ],
 )
 def test_refusals(call, message):

@@ -261,6 +261,25 @@ def test_a_run_does_not_go_on_over_other_tokens(tmp_path):
     opened(tmp_path / "run", experiment, resume=True).close()
 
 
+def test_a_run_goes_on_when_its_data_have_moved(tmp_path, monkeypatch):
+    """Its very tokens by another name are no other setting; those of another folder are."""
+    for name in ("some", "other"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} words\n\n\n" * 100)
+        plan = Preparation(str(tmp_path / f"{name}.txt"), tokenizer=Bytes(), valid_fraction=0.0)
+        prepare(plan, tmp_path / name, workers=1)
+    monkeypatch.chdir(tmp_path)
+    with opened("run", EXPERIMENT.override("data.folder=some")) as run:
+        run.log({"step": 1})
+    opened("run", EXPERIMENT.override(f"data.folder={tmp_path / 'some'}"), resume=True).close()
+    (tmp_path / "some").rename("moved")
+    opened("run", EXPERIMENT.override("data.folder=moved"), resume=True).close()
+    for wrong in ("data.folder=other", "data.folder=nowhere"):
+        with pytest.raises(ValueError, match=r"data\.folder is 'some' there, '(other|nowhere)' here"):
+            opened("run", EXPERIMENT.override(wrong), resume=True)
+    with pytest.raises(ValueError, match=r"data\.valid is None there, 'moved' here"):
+        opened("run", EXPERIMENT.override("data.folder=moved", "data.valid=moved"), resume=True)
+
+
 def test_two_processes_do_not_train_one_run(tmp_path):
     holder = f"process {os.getpid()} on {socket.gethostname()}"
     with opened(tmp_path), pytest.raises(ValueError, match=f"{holder} is training in"):

@@ -192,7 +192,10 @@ def _texts(loaded: LoadedModel, corpus: str | None, options: EvalOptions) -> "di
 
     if corpus is None:
         if loaded.validation is None:
-            raise ValueError("nothing to evaluate on: this model comes without prepared data; give --corpus or --tasks")
+            raise ValueError(
+                "nothing to evaluate on: this model comes without prepared data, or they have moved; give --corpus or "
+                "--tasks"
+            )
         corpus = str(loaded.validation)
     if (Path(corpus) / MANIFEST).is_file():
         return {corpus: _prepared(loaded, Path(corpus), options)}

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from skipless.model.config import Images
+from skipless.ops.transforms import is_readable
 
 _WHITE = 255.0
 _BEYOND = 10.0  # times what an image can reach: noise stays below, raw pixels do not
@@ -45,7 +45,7 @@ def check_pixels(pixels: Any, images: Images) -> None:
     shape = tuple(pixels.shape)
     if pixels.dim() != 4 or shape[1:] != wanted or not shape[0]:
         raise ValueError(f"pixel_values are shaped {shape}; {must}{_remedy(shape, wanted)}")
-    if pixels.device.type != "cpu" or torch.compiler.is_compiling():
+    if not is_readable(pixels):
         return
     low, high = (float(each) for each in pixels.detach().aminmax())
     if not math.isfinite(low) or not math.isfinite(high):
@@ -75,7 +75,7 @@ def check_labels(labels: Any, classes: int) -> None:
     """Refuse numbers of classes that the network has not; −100 is ignored, as in transformers."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or classes < 2:  # of another problem_type
         return
-    if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
+    if not is_readable(labels) or not labels.numel():
         return
     counted = labels[labels != -100]
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:

@@ -19,6 +19,7 @@ from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import ShapedAttention
 from skipless.ops.layout import Layout
+from skipless.ops.precision import without_autocast
 from skipless.ops.reference import attend_with_weights
 
 
@@ -308,7 +309,7 @@ def _recording(model: Transformer, states: bool, attentions: bool) -> Generator[
     def attend_densely(attention: ShapedAttention, arguments: tuple, _: Tensor) -> Tensor:
         x, positions, cache = arguments
         inputs = attention.inputs(x, positions, None if cache is None else cache.held)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             mixed, weights = attend_with_weights(inputs)
         recorded.attentions.append(weights)
         own = attention.inputs(x, positions).v

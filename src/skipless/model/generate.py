@@ -121,6 +121,8 @@ def stream(
 ) -> Iterator[Tensor]:
     """The continuation of `generate`, one (batch,) tensor per step as it comes. Arguments are checked at once."""
     check_decodable(model, tokens)
+    _check_kinds(sampling, stop, attention_mask)
+    max_new_tokens = check(max_new_tokens, int, "max_new_tokens")
     _check_values(model, tokens, max_new_tokens, stop)
     _check_room(model.config.max_length, tokens.shape[1], max_new_tokens)
     _check_memory(model, tokens, tokens.shape[1] + max_new_tokens)
@@ -150,8 +152,29 @@ def stream(
     return steps()
 
 
+def _check_kinds(sampling: Sampling, stop: Collection[int], attention_mask: Tensor | None) -> None:
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling is {sampling!r}; it must be a Sampling, such as Sampling(temperature=0.8)")
+    if not isinstance(stop, Collection) or isinstance(stop, str):
+        raise ValueError(f"stop is {stop!r}; it must be a collection of tokens, such as (0,)")
+    if not isinstance(attention_mask, Tensor | None):
+        seen = type(attention_mask).__name__
+        raise ValueError(f"attention_mask is a {seen}; it must be a tensor shaped as the tokens, 0 where there is none")
+
+
+def refuse_loose_sampling(options: dict[str, Any]) -> None:
+    """Say where the fields of Sampling go, for those who know them as arguments of generate elsewhere."""
+    if loose := {name: value for name, value in options.items() if name in Sampling.__dataclass_fields__}:
+        fields = ", ".join(f"{name}={value!r}" for name, value in loose.items())
+        raise TypeError(
+            f"generate takes no {', '.join(loose)}: give sampling=Sampling({fields}), of skipless.model.generate"
+        )
+    if "do_sample" in options:
+        raise TypeError("generate takes no do_sample: it is greedy, or draws by sampling=Sampling(temperature=1.0)")
+
+
 def _check_values(model: "Transformer", tokens: Tensor, max_new_tokens: int, stop: Collection[int]) -> None:
-    if check(max_new_tokens, int, "max_new_tokens") < 1:
+    if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     size = model.config.vocab_size
     low, high = int(tokens.min()), int(tokens.max())

@@ -208,7 +208,7 @@ def _vit_presets() -> dict[str, Callable[..., ModelConfig]]:
         def build(**changes) -> ModelConfig:
             chosen = {**base, **fields, **changes}
             seen = chosen["images"]
-            return ModelConfig(**({} if seen is None else {"length": seen.length}) | chosen)
+            return ModelConfig(**({"length": seen.length} if isinstance(seen, Images) else {}) | chosen)
 
         return build
 

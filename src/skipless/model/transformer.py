@@ -18,6 +18,7 @@ from skipless.ops.attention import Rotation
 from skipless.ops.bias import BiasVectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
+from skipless.ops.transforms import is_readable
 from skipless.theory.shapes import AttentionShape
 
 
@@ -104,8 +105,9 @@ class Transformer(nn.Module):
 
         Greedy unless options say otherwise: sampling=Sampling(0.8), seed=1, stop=…; see skipless.generate.
         """
-        from skipless.model.generate import generate, generate_text
+        from skipless.model.generate import generate, generate_text, refuse_loose_sampling
 
+        refuse_loose_sampling(options)
         if isinstance(prompt, str):
             return generate_text(self, prompt, max_new_tokens, **options)
         return generate(self, prompt, max_new_tokens, **options)
@@ -192,7 +194,7 @@ class Transformer(nn.Module):
         if self.config.head == "pooled" and self.training and self.label_smoothing:
             logits = self.logits(hidden, layout)
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return nn.functional.cross_entropy(exact, targets, label_smoothing=self.label_smoothing)
+            return nn.functional.cross_entropy(exact, targets.long(), label_smoothing=self.label_smoothing)
         if self.config.head == "pooled":
             return linear_cross_entropy(_mean_over_tokens(hidden, layout), weight, targets, bias)
         if layout is None or layout.query_documents is None:
@@ -246,12 +248,19 @@ def _head(config: ModelConfig) -> nn.Linear | None:
 
 def check_ids(name: str, ids: Any, size: int) -> None:
     """Refuse what does not number rows of a table of `size`. Values on a GPU are not waited for, only their dtype."""
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        seen = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"{name} are {seen}; they must be a tensor of whole numbers, such as torch.int64")
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{name} are {type(ids).__name__}; they must be a tensor of torch.int64: torch.as_tensor(…)")
+    if ids.dtype not in (torch.int64, torch.int32):
+        way = "" if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool else f": {name}.long()"
+        raise ValueError(f"{name} are {ids.dtype}; they must be whole numbers in torch.int64 or torch.int32{way}")
+    if not is_readable(ids) or not ids.numel():
         return
     low, high = int(ids.min()), int(ids.max())
+    if name == "targets" and low < 0:
+        raise ValueError(
+            f"targets run from {low} to {high}; they must lie in 0 … {size - 1}, and none is ignored but where a "
+            "Layout has padding. To leave others out: torch.nn.functional.cross_entropy of the logits, model(tokens)"
+        )
     if low < 0 or high >= size:
         raise ValueError(f"{name} run from {low} to {high}; the model knows 0 … {size - 1}: is this its tokenizer?")
 
@@ -264,6 +273,8 @@ def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, config: M
             raise ValueError(
                 f"tokens are shaped {tuple(tokens.shape)}; they must be (batch, T): tokens[None] for one row"
             )
+        if not torch.compiler.is_compiling() and not tokens.numel():
+            raise ValueError(f"tokens are shaped {tuple(tokens.shape)}; give at least one row of one token")
     if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
         raise ValueError(f"inputs_embeds are shaped {tuple(inputs_embeds.shape)}; they must be (batch, T, {width})")
     if inputs_embeds is not None and config.images is not None and inputs_embeds.shape[1] != config.length:

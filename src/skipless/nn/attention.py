@@ -13,6 +13,7 @@ from skipless.ops.attention import Rotation, shaped_attention
 from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.ops.linear import joint_layers, project, project_jointly
+from skipless.schema import check, check_own
 from skipless.theory.propagation import QueryKeyInit, ValueOutput
 from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
@@ -38,6 +39,11 @@ class AttentionOptions:
     readers: int = 0
     impl: str = "auto"
 
+    def __post_init__(self):
+        check_own(self, "options.")
+        if self.readers < 0:
+            raise ValueError(f"options.readers is {self.readers}; it must be at least 0, which means none")
+
 
 class ShapedAttention(nn.Module):
     """D·softmax(QKᵀ/√d_k + B)·V per head, then W_O; exactly A·V·W_O while QKᵀ = 0.
@@ -61,11 +67,8 @@ class ShapedAttention(nn.Module):
         options: AttentionOptions | None = None,
     ):
         super().__init__()
-        kv_heads = kv_heads or heads
-        if width % heads or heads % kv_heads:
-            raise ValueError(
-                f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads"
-            )
+        width, heads, kv_heads = _checked_sizes(width, heads, heads if kv_heads is None else kv_heads)
+        _check_shape(shape)
         self.options = options or AttentionOptions()
         readers, trained = self.options.readers, self.options.value_output == "trained"
         if readers and (trained or not self.options.bias_gain or kv_heads != heads):
@@ -78,6 +81,7 @@ class ShapedAttention(nn.Module):
                 f"a shape by head for {shape.heads} heads with heads={heads} and readers={readers}: give a shape for "
                 "each head, and no readers, which have none of their own"
             )
+        self.width = width
         self.heads, self.kv_heads, self.head_width = heads + readers, kv_heads + readers, width // heads
         self.query = nn.Linear(width, self.heads * self.head_width, bias=False)
         self.key = nn.Linear(width, self.kv_heads * self.head_width, bias=False)
@@ -117,13 +121,16 @@ class ShapedAttention(nn.Module):
         if self.relative is not None:
             self.relative.reset_parameters(key_gain)
 
-    def forward(self, x: Tensor, positions: Positions | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Positions | Layout | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
         """x (batch, T, width). With a cache the T tokens follow those it holds.
 
+        positions without a rotation, a Layout, or None: rotary positions follow from the layout or the order.
         qkv is the product that q, k and v are slices of, or None: with it and a rotation a fused GPU kernel may read
         the product itself and rotate on the way.
         """
-        positions = positions or self._default_positions(x)
+        positions = self._placed(x, positions, cache)
         q, k, v, qkv = self._project(x)
         keys, values, rotation = k, v, positions.rotation
         if cache is not None:  # which holds rotated keys
@@ -158,7 +165,7 @@ class ShapedAttention(nn.Module):
 
         held: the keys and values of a cache that has already stored those of x.
         """
-        positions = positions or self._default_positions(x)
+        positions = self._placed(x, positions)
         q, k, v, _ = self._project(x)
         q, k = _rotated(q, k, positions.rotation)
         k, v = held or (k, v)
@@ -224,11 +231,32 @@ class ShapedAttention(nn.Module):
         q, k, v = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (q, k, v.to(k.dtype)))
         return q, k, v, qkv if self.value_gains is None and k.shape[1] == v.shape[1] else None
 
-    def _default_positions(self, x: Tensor) -> Positions:
-        if self.options.position != "rope":
-            return Positions()
-        locations = torch.arange(x.shape[1], device=x.device)[None]
-        return Positions(rotation=Rotation.at(locations, self.head_width))
+    def _placed(self, x: Tensor, positions: Positions | Layout | None, cache: LayerCache | None = None) -> Positions:
+        """`positions`, with the rotation that they leave out; the tokens of x are in order where nothing says more."""
+        if x.dim() != 3 or x.shape[2] != self.width:
+            raise ValueError(f"x is shaped {tuple(x.shape)}; it must be (batch, T, {self.width})")
+        if isinstance(positions, Layout):
+            positions = Positions(positions)
+        if not isinstance(positions, Positions | None):
+            raise ValueError(
+                f"positions are a {type(positions).__name__}; they must be a Layout, Positions or None: queries, keys "
+                "and values are all of x, and a mask of padding is Layout.left_padded(mask)"
+            )
+        positions = positions or Positions()
+        if self.options.position != "rope" or positions.rotation is not None:
+            return positions
+        return Positions(positions.layout, Rotation.at(self._locations(x, positions.layout, cache), self.head_width))
+
+    def _locations(self, x: Tensor, layout: Layout | None, cache: LayerCache | None) -> Tensor:
+        if layout is not None:
+            return layout.query_locations
+        past = 0 if cache is None else getattr(cache, "length", None)
+        if past is None:
+            raise ValueError(
+                f"the cache is a {type(cache).__name__}, which has no `length` that says how many locations it holds: "
+                "give it one, or give positions"
+            )
+        return torch.arange(past, past + x.shape[1], device=x.device)[None]
 
     def _bias_for(self, x: Tensor, keys: Tensor, positions: Positions) -> BiasVectors:
         extent = keys.shape[2] if positions.layout is None else positions.layout.extent or keys.shape[2]
@@ -239,6 +267,25 @@ class ShapedAttention(nn.Module):
             return None
         layout = positions.layout or Layout.continuing(keys.shape[2] - q.shape[2], q.shape[2], q.device)
         return self.relative(q, keys, layout)
+
+
+def _checked_sizes(width: int, heads: int, kv_heads: int) -> tuple[int, int, int]:
+    given = {"width": width, "heads": heads, "kv_heads": kv_heads}
+    width, heads, kv_heads = (check(size, int, name) for name, size in given.items())
+    if min(width, heads, kv_heads) < 1 or width % heads or heads % kv_heads:
+        raise ValueError(
+            f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads"
+        )
+    return width, heads, kv_heads
+
+
+def _check_shape(shape: AttentionShape) -> None:
+    if not isinstance(shape, AttentionShape):
+        raise ValueError(
+            f"shape is a {type(shape).__name__}; it must be the AttentionShape of one block: ExponentialSPA("
+            "repeat_rate=0.008).shapes(depth=12)[3] is that of the fourth of twelve, and DenseShape(matrix) takes a "
+            "matrix"
+        )
 
 
 def _rotated(q: Tensor, k: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from skipless.ops.transforms import is_readable
+
+_NORMALISED = 10.0  # deviations that no pixel is away from the mean
+
 
 class PatchEmbedding(nn.Module):
     """(W·patch/√n + place)/√2 for each patch of n numbers, in reading order: the counterpart of a table of tokens.
@@ -37,6 +41,8 @@ class PatchEmbedding(nn.Module):
         """(batch, channels, side, side) of pixels in 0 … 255, or of what `normalised` makes of them → (batch, patches,
         width)."""
         self.check(images)
+        if not normalised:
+            check_pixels(images)
         pixels = images.to(self.weight.dtype) if normalised else self.normalised(images)
         rows = cut(pixels, self.patch) / math.sqrt(self.weight.shape[1])
         content = nn.functional.linear(rows, self.weight)
@@ -52,11 +58,28 @@ class PatchEmbedding(nn.Module):
         """Refuse what is no batch of such images."""
         side = self.patch * self.grid
         wanted = (len(self.mean), side, side)
-        if images.dim() != 4 or tuple(images.shape[1:]) != wanted or images.dtype == torch.bool:
+        shape = tuple(images.shape)
+        if images.dim() != 4 or shape[1:] != wanted or images.dtype == torch.bool:
+            remedies = {wanted: "images[None] for one", (side, side, len(self.mean)): "images.permute(0, 3, 1, 2)"}
+            remedy = remedies.get(shape) or remedies.get(shape[1:])
             raise ValueError(
-                f"images are {images.dtype} shaped {tuple(images.shape)}; they must be (batch, "
-                f"{', '.join(map(str, wanted))}) of pixels from 0 to 255, such as torch.uint8"
+                f"images are {images.dtype} shaped {shape}; they must be (batch, {', '.join(map(str, wanted))}) of "
+                f"pixels from 0 to 255, such as torch.uint8{f': {remedy}' if remedy else ''}"
             )
+
+
+def check_pixels(images: Tensor) -> None:
+    """Refuse floats that were scaled or normalised already: the network would see one grey. A GPU is not waited for."""
+    if not images.is_floating_point() or not is_readable(images) or not images.numel():
+        return
+    low, high = (float(each) for each in images.detach().aminmax())
+    small = high <= (1.0 if low >= 0.0 else _NORMALISED)
+    if small and low < high and not bool((images == images.round()).all()):
+        remedy = "images * 255" if low >= 0.0 else "give them as they are before that"
+        raise ValueError(
+            f"images run from {low:.4g} to {high:.4g}; they must be pixels from 0 to 255, which the network normalises "
+            f"by its own mean and std: {remedy}"
+        )
 
 
 def cut(images: Tensor, patch: int) -> Tensor:

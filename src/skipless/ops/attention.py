@@ -11,6 +11,8 @@ from torch import Tensor
 from skipless.ops import flex, gpu, reference
 from skipless.ops.bias import AttentionInputs, BiasVectors, check_kinds
 from skipless.ops.layout import Layout, kernel_layout, kernel_sides
+from skipless.ops.precision import without_autocast
+from skipless.ops.transforms import is_transformed
 from skipless.theory.shapes import AttentionShape
 
 logger = logging.getLogger("skipless")
@@ -86,9 +88,10 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
     rotation: rotary positions; q and k are rotated first.
     qkv: the product (batch, T, features) that q, k and v, or q and k alone, are slices of, in this order. The GPU
         kernels then rotate by themselves and give its gradient at once: see `rotary_attention`.
-    impl: "reference" (dense, the definition), "sdpa" (torch's fused kernel with a dense bias), "flex" (FlexAttention,
-        no T×T tensor), "triton" (GPU kernels of our own; T×T only in gradients of short rows, 512 MiB at most), or
-        "auto", which logs its choice and reason under "skipless". An impl that cannot run this raises RuntimeError.
+    impl: "reference" (dense, the definition, with derivatives of any order), "sdpa" (torch's fused kernel with a dense
+        bias), "flex" (FlexAttention, no T×T tensor), "triton" (GPU kernels of our own; T×T only in gradients of short
+        rows, 512 MiB at most), or "auto", which logs its choice and reason under "skipless". An impl that cannot run
+        this raises RuntimeError.
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
@@ -100,7 +103,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
     if isinstance(bias_gain, int | float):
         bias_gain = torch.tensor(float(bias_gain), device=q.device, dtype=dtype)
     inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias, decoding).check()
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         if rotation is not None:
             if qkv is not None and (out := rotary_attention(inputs, qkv, rotation, impl)) is not None:
                 return out
@@ -234,6 +237,8 @@ def prepare(inputs: AttentionInputs, impl: str) -> Layout | None:
 def choose(inputs: AttentionInputs) -> tuple[str, str]:
     """What impl="auto" runs, and why."""
     queries, keys = inputs.q.shape[2], inputs.k.shape[2]
+    if is_transformed():
+        return "reference", "of the definition torch.func has every derivative, and fused kernels have one"
     if reference.needs_no_bias(inputs):
         return "sdpa", "plain attention needs no bias, so torch's own kernels run it as they are"
     if inputs.q.is_cuda:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from skipless.ops.layout import Layout
+from skipless.ops.transforms import is_readable
 from skipless.theory import shapes
 from skipless.theory.shapes import AlibiShape, AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
@@ -337,11 +338,15 @@ def _check_reach(inputs: AttentionInputs) -> None:
     bias, keys = inputs.bias, inputs.k.shape[2]
     if bias.reach is None:
         return
-    if bias.exact_reach and not (inputs.in_order and inputs.q.shape[2] == keys == bias.reach):
-        layout = "no layout" if inputs.in_order else "a layout"
+    if bias.exact_reach and not inputs.in_order:
         raise ValueError(
-            f"{inputs.q.shape[2]} queries and {keys} keys with {layout}, but this non-causal shape depends on the "
-            f"length: it is right for whole sequences of {bias.reach} without a layout; build it with length={keys}"
+            "there is a layout, and this non-causal shape depends on the length: it knows no padding and no documents. "
+            "Put rows of one length together without a layout, or use a causal shape or PlainShape(causal=False)"
+        )
+    if bias.exact_reach and not inputs.q.shape[2] == keys == bias.reach:
+        raise ValueError(
+            f"{inputs.q.shape[2]} queries and {keys} keys with no layout, but this non-causal shape depends on the "
+            f"length: it is right for whole sequences of {bias.reach}; build it with length={keys}"
         )
     needed = keys if inputs.layout is None or inputs.layout.extent is None else inputs.layout.extent
     if needed > bias.reach:
@@ -386,8 +391,7 @@ def _check_layout(inputs: AttentionInputs, layout: Layout) -> None:
 
 def _check_terms(inputs: AttentionInputs) -> None:
     gain, bias, heads = inputs.bias_gain, inputs.score_bias, inputs.q.shape[1]
-    # values are looked at on a CPU only: a GPU would have to be waited for
-    looks = inputs.q.device.type == "cpu" and not torch.compiler.is_compiling()
+    looks = is_readable(inputs.q)
     if gain is not None and gain.shape not in ((), (1,), (heads,)):
         raise ValueError(f"bias_gain is shaped {tuple(gain.shape)}; use one number, or one per head: ({heads},)")
     if gain is not None and looks and not bool(gain.isfinite().all()):

@@ -1,9 +1,11 @@
 """Mean negative log-likelihood of softmax(hidden·weightᵀ), without ever holding all logits in float32."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skipless.ops.linear import product_dtype
+from skipless.ops.precision import without_autocast
+from skipless.ops.transforms import is_transformed
 
 # Logits at once: 8192 tokens of a vocabulary of 32,000 are one chunk, half a GB in bfloat16.
 _LOGITS_AT_ONCE = 2**28
@@ -29,6 +31,8 @@ def linear_cross_entropy(
     counted, boolean and shaped like targets: the mean is over those rows alone, whatever the others and their targets
     hold; 0 if there is none. No shape depends on how many there are, so a CUDA graph may hold it.
 
+    For what differentiates again, create_graph=True and the transforms of torch.func, all logits are held at once.
+
     A target outside 0 … classes−1 makes the loss NaN on a GPU, where checking would wait for the device; elsewhere it
     is a RuntimeError.
     """
@@ -37,12 +41,13 @@ def linear_cross_entropy(
         _check_counted(counted, targets)
         hidden, targets = hidden.masked_fill(~counted[..., None], 0.0), targets.masked_fill(~counted, 0)
         counted = counted.reshape(-1)
-    kind = hidden.device.type
     rows = hidden.reshape(-1, hidden.shape[-1]).to(product_dtype(hidden))
     size = max(1, _LOGITS_AT_ONCE // weight.shape[0]) if chunk is None else chunk
     chunks = -(-len(rows) // size)
+    if is_transformed():
+        return _dense(rows, weight, bias, targets.reshape(-1), counted)
     arguments = (rows, weight, bias, targets.reshape(-1), counted, -(-len(rows) // chunks))
-    with torch.autocast(kind, enabled=False):
+    with without_autocast(hidden.device):
         tensors = (rows, weight, bias)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _LinearCrossEntropy.apply(*arguments)
@@ -55,18 +60,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, counted: Tensor | None, chunk: int
     ) -> Tensor:
         loss, gradients = _forward(rows, weight, bias, targets, counted, chunk, needed=ctx.needs_input_grad[:3])
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*gradients, rows, weight, bias, targets, counted)
         ctx.missing = _share(rows) / _count(rows, counted)
         ctx.kinds = [None if t is None else t.dtype for t in (rows, weight, bias)]
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *upstream: Tensor):
+        found, (rows, weight, bias, targets, counted) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: it may be differentiated
+            wanted = [t for t, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False) if needed]
+            with without_autocast(rows.device):
+                loss = _dense(rows, weight, bias, targets, counted)
+            slopes = iter(torch.autograd.grad(loss, wanted, upstream[0], create_graph=True))
+            return (*(next(slopes) if needed else None for needed in ctx.needs_input_grad[:3]), None, None, None)
         whole = isinstance(ctx.missing, float) and ctx.missing == 1.0
         factor = upstream[0] if whole else upstream[0] * ctx.missing
-        found = zip(ctx.saved_tensors, ctx.kinds, strict=True)
-        return (*(None if t is None else (t * factor.to(t.dtype)).to(kind) for t, kind in found), None, None, None)
+        each = zip(found, ctx.kinds, strict=True)
+        return (*(None if t is None else (t * factor.to(t.dtype)).to(kind) for t, kind in each), None, None, None)
+
+
+def _dense(rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, counted: Tensor | None) -> Tensor:
+    """The definition, for derivatives of any order: every logit at once, in torch's own operations."""
+    logits = nn.functional.linear(rows, weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype))
+    logs = logits.to(torch.promote_types(rows.dtype, torch.float32)).log_softmax(dim=-1)
+    losses = -logs.gather(1, targets[:, None])[:, 0]
+    return losses.mean() if counted is None else (losses * counted).sum() / _count(losses, counted)
 
 
 def _forward(

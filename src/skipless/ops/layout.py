@@ -74,6 +74,7 @@ class Layout:
         Locations restart at 0 with each document, so each is attended as if it were alone in the batch. Two documents
         with the same id that do not touch stay apart.
         """
+        _check_tensor("document_ids", document_ids)
         if document_ids.dim() != 2 or document_ids.is_floating_point() or document_ids.dtype == torch.bool:
             raise ValueError(
                 f"document_ids are {document_ids.dtype} shaped {tuple(document_ids.shape)}; they must be integers "
@@ -93,6 +94,7 @@ class Layout:
         Locations count the tokens, so padding on the right or in between is as good. With `queries`, the queries are
         the last so many slots and the rest is cache: decoding.
         """
+        _check_tensor("attention_mask", attention_mask)
         if attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask is shaped {tuple(attention_mask.shape)}; it must be (batch, T_k), 1 where there is "
@@ -151,6 +153,11 @@ class Layout:
             return visible
         same = self.query_documents[:, :, None] == self.key_documents[:, None, :]
         return visible & same & (self.query_documents != PADDING)[:, :, None]
+
+
+def _check_tensor(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor, such as torch.tensor([…])")
 
 
 BLOCK = 128

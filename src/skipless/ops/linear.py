@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.ops import gpu
+from skipless.ops.precision import autocasts
 
 _HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -65,9 +66,8 @@ def joint_layers(*layers: nn.Module) -> tuple[nn.Linear, ...]:
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of x times a matrix: x's own, or autocast's where it is on, which leaves float64 alone."""
-    kind = x.device.type
-    lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowered else x.dtype
+    lowered = autocasts(x.device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if lowered else x.dtype
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -78,7 +78,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether small_batch_linear can compute x (…, k) times these matrices (n, k), and no gradient is asked of it."""
-    if not (x.is_cuda and gpu.INSTALLED and torch.version.hip is None) or torch.is_autocast_enabled(x.device.type):
+    if not (x.is_cuda and gpu.INSTALLED and torch.version.hip is None) or autocasts(x.device):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights)):
         return False

@@ -1,4 +1,4 @@
-"""The precision that a network runs in, by name, and the scale that float16's gradients need."""
+"""The precision that a network runs in, by name; where autocast is on; the scale that float16's gradients need."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,6 +10,16 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     """Where products are computed in `precision`, which is bf16, fp16 or fp32."""
     return torch.autocast(device.type, dtype=HALF[precision]) if precision in HALF else nullcontext()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Where products keep their operands' precision. A meta device, which has no autocast, needs nothing for that."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for products on this device."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def loss_scale(precision: str, tokens: int) -> float:

@@ -62,7 +62,7 @@ def attend_by_sdpa(inputs: AttentionInputs) -> Tensor:
     With a bias `backends_with_bias` says which of torch's kernels may run.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    scale, grouped = inputs.scale, inputs.groups > 1
+    scale, grouped = inputs.scale, bool(inputs.groups > 1)
     if needs_no_bias(inputs):
         causal = bool(inputs.bias.causal and q.shape[2] > 1)
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)

@@ -113,9 +113,9 @@ def of_activations(activations: np.ndarray) -> np.ndarray:
 
 
 def of_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Σ_0 of a token sequence in the wide limit: 1 where two locations hold the same token, else 0. App. B."""
+    """Σ_0 of tokens (…, T) in the wide limit: 1 where two locations hold the same token, else 0. App. B."""
     tokens = np.asarray(tokens)
-    return (tokens[:, None] == tokens[None, :]).astype(np.float64)
+    return (tokens[..., :, None] == tokens[..., None, :]).astype(np.float64)
 
 
 def cosine(kernel: np.ndarray) -> np.ndarray:
@@ -132,7 +132,8 @@ def cosine(kernel: np.ndarray) -> np.ndarray:
 
 def mean_cosine(kernel: np.ndarray) -> float:
     """Mean of the off-diagonal cosines: 1 is rank collapse. A single location has none: NaN."""
-    length = kernel.shape[-1]
+    kernel = _square(kernel)
+    length = len(kernel)
     if length == 1:
         return float("nan")
     normalised = cosine(kernel)
@@ -155,7 +156,7 @@ def stable_rank(kernel: np.ndarray) -> float:
 
 
 def _spectrum(kernel: np.ndarray) -> np.ndarray:
-    values = np.maximum(scipy.linalg.eigvalsh(kernel), 0.0)
+    values = np.maximum(scipy.linalg.eigvalsh(_square(kernel)), 0.0)
     return values / values.sum()
 
 
@@ -164,8 +165,19 @@ def rank_one_residual(kernel: np.ndarray) -> float:
 
     From the kernel alone: √(1 − 1ᵀΣ1 / (T tr Σ)).
     """
-    share = kernel.mean() * kernel.shape[-1] / np.trace(kernel)
+    kernel = _square(kernel)
+    share = kernel.mean() * len(kernel) / np.trace(kernel)
     return float(np.sqrt(max(1.0 - share, 0.0)))
+
+
+def _square(kernel: np.ndarray) -> np.ndarray:
+    """One kernel as an array: of several at once a spectrum or a mean would mix them, in silence."""
+    kernel = np.asarray(kernel)
+    if kernel.ndim != 2 or kernel.shape[0] != kernel.shape[1] or not kernel.size:
+        raise ValueError(
+            f"the kernel is shaped {kernel.shape}; it must be one square matrix (T, T): of a batch take each by itself"
+        )
+    return kernel
 
 
 def repeat_rate(tokens: np.ndarray | Iterable[np.ndarray]) -> float:

@@ -280,6 +280,27 @@ class DenseShape(TableShape):
     matrix: np.ndarray = field(repr=False)
     causal: bool = True
 
+    def __post_init__(self):
+        matrix = np.asarray(self.matrix, dtype=np.float64)
+        object.__setattr__(self, "matrix", matrix)
+        if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+            raise ValueError(
+                f"the matrix is shaped {matrix.shape}; it must be (T, T), one for all heads: tables by head are a "
+                "ShapeByHead"
+            )
+        if not (np.isfinite(matrix).all() and matrix.min() >= 0.0 and matrix.sum(axis=1).min() > 0.0):
+            row = int(np.argmax(~(np.isfinite(matrix) & (matrix >= 0.0)).all(axis=1) | ~(matrix.sum(axis=1) > 0.0)))
+            raise ValueError(
+                f"row {row} of the matrix runs from {matrix[row].min():.3g} to {matrix[row].max():.3g} and sums to "
+                f"{matrix[row].sum():.3g}; attention is finite, at least 0, and looks somewhere from every location"
+            )
+        if self.causal and np.triu(matrix, 1).max() > 1e-12 * matrix.max():
+            i, j = np.unravel_index(np.triu(matrix, 1).argmax(), matrix.shape)
+            raise ValueError(
+                f"the matrix looks ahead, by {matrix[i, j]:.3g} from location {i} to {j}, and a causal mask would hide "
+                "that: use np.tril(matrix), or causal=False in an encoder"
+            )
+
     @property
     def limit(self) -> int | None:
         return len(self.matrix)

@@ -124,7 +124,7 @@ def tat_leaky_relu(depth: int, eta: float = 0.9, skip_weight: float = 0.0) -> Sh
     def surplus(a: float) -> float:
         return float(local_maps.network_c_map(leaky(a), 0.0, depth, skip_weight)) - eta
 
-    largest = surplus(0.0) + eta
+    largest = float(local_maps.network_c_map(leaky(0.0), 0.0, depth, skip_weight))
     if not 0 < eta <= largest:
         raise _eta_out_of_reach("leaky_relu", eta, depth, largest, skip_weight)
     return leaky(scipy.optimize.brentq(surplus, 0.0, 1.0, xtol=1e-15))

@@ -295,7 +295,8 @@ def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:
                 "another's, which `skipless inspect` reads"
             )
         raise ValueError(
-            f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer"
+            f"{path} holds no tokenizer.json or {MODEL_FILE}: save the tokenizer beside the model, or give --tokenizer "
+            "(in Python tokenizer=…); AutoModelForCausalLM.from_pretrained opens the model without one"
         )
     from skipless.model.transformer import Transformer
 

@@ -13,6 +13,7 @@ finished.json     written last
 .lock             process and host of who is training
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -226,11 +227,21 @@ def _trained(path: Path) -> bool:
 
 
 def _check_same(path: Path, there: Experiment, here: Experiment) -> None:
-    if differing := other_fields(there, here, "there", "here"):
+    if differing := other_fields(there, _with_data_of(path, there, here), "there", "here"):
         raise ValueError(
             f"{path} holds a run with other settings: {'; '.join(differing)}. To go on with that run, repeat its "
             "settings and add --resume; for these settings, use another folder"
         )
+
+
+def _with_data_of(path: Path, there: Experiment, here: Experiment) -> Experiment:
+    """`here` with the run's names for folders that hold its very tokens by another name: moved, or spelt otherwise."""
+    if not (path / DATA).is_file():
+        return here
+    noted = read_json(path / DATA, mapping, "delete it to go on without")
+    same = {name: value for name, value in _fingerprints(here).items() if value and noted.get(name) == value}
+    names = {name.removeprefix("data."): getattr(there.data, name.removeprefix("data.")) for name in same}
+    return dataclasses.replace(here, data=dataclasses.replace(here.data, **names))
 
 
 def other_fields(
@@ -459,14 +470,16 @@ def least_bytes(experiment: Experiment, processes: int = 1, device: str = "cpu")
     """What training takes at the very least in each of so many processes: less than it will take.
 
     Weights, gradients and one moment in float32; the rows' tokens; what blocks keep for their backward pass, which with
-    train.recompute is their inputs and the rest of one; and on a CPU the objects that blocks are made of.
+    train.recompute is their inputs and the rest of one; what the loss of tokens keeps, the last one's output; and on a
+    CPU the objects that blocks are made of.
     """
     model, train = experiment.model, experiment.train
     sharded = processes if train.strategy == "fsdp" else 1
     rows = train.batch_size / processes
     tokens, number = rows / train.accumulate * train.length, 4 if train.precision == "fp32" else 2
     blocks = 1 if train.recompute else model.depth
-    kept = tokens * number * (model.depth * model.width + blocks * _kept_numbers(experiment, device))
+    streams = model.depth + (model.head != "pooled")
+    kept = tokens * number * (streams * model.width + blocks * _kept_numbers(experiment, device))
     objects = _BLOCK_OBJECTS * model.depth if device == "cpu" else 0
     return 12.0 * model.matrix_parameters / sharded + 8.0 * rows * train.length + kept + objects
 
