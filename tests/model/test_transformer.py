@@ -185,6 +185,36 @@ def test_second_derivatives_of_a_network_are_those_of_dense_logits(name):
     torch.testing.assert_close(*found)
 
 
+class _Doubled(torch.nn.Module):
+    """A module in a head's place that holds its weight, as an adapter does."""
+
+    def __init__(self, inner: torch.nn.Linear):
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, None
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("kind", ["module", "hook", "sequential"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_loss_is_of_the_head_as_it_is_called(kind, padded):
+    """It multiplied by the head's weight, whatever stood in its place."""
+    model = Transformer("e-spa", width=16, depth=4, heads=2, vocab_size=20, tied_head=False)
+    if kind == "hook":
+        model.head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        model.head = _Doubled(model.head) if kind == "module" else torch.nn.Sequential(torch.nn.Linear(16, 20))
+    tokens = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(8).expand(2, 8) >= 3 if padded else torch.ones(2, 8, dtype=torch.bool)
+    layout = Layout.left_padded(real.long()) if padded else None
+    targets = tokens[:, 1:].masked_fill(~real, -100)
+    wanted = torch.nn.functional.cross_entropy(model(tokens[:, :-1], layout=layout)[real], targets[real])
+    torch.testing.assert_close(model(tokens[:, :-1], targets, layout=layout), wanted)
+    with pytest.raises(ValueError, match="targets run from 20 to 20; the model knows 0 … 19"):
+        model(tokens[:, :-1], torch.full((2, 8), 20))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
 @pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "mirrored/e-spa-readers", "pre-ln", "v-skipinit"])
 def test_transforms_of_torch_func_go_through_a_network(name):
