@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Literal
 
 from skipless.schema import check
@@ -46,6 +47,11 @@ def grid_sides(grid: Grid | None, length: int) -> tuple[int, int]:
             f"grid={grid} has {rows * columns} locations, and length is {length}; use length={rows * columns}{fits}"
         )
     return rows, columns
+
+
+def nearest_divisor(whole: int, part: int) -> int:
+    """The number nearest to `part` that divides `whole`; of two the smaller."""
+    return next(n for step in count() for n in (part - step, part + step) if n > 0 and whole % n == 0)
 
 
 def check_depth(depth: int) -> int:
