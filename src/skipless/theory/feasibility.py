@@ -151,7 +151,7 @@ def check_repeat_rate(repeat_rate: float) -> None:
 
 def check_skip_weight(skip_weight: float) -> None:
     """α in [0, 1), so that the residual weight √(1−α²) is positive."""
-    if not 0.0 <= skip_weight < 1.0:
+    if not 0.0 <= check(skip_weight, float, "skip_weight") < 1.0:
         raise ValueError(
             f"skip_weight is {skip_weight}; a normalised skip needs 0 ≤ α < 1, so that β = √(1−α²) > 0 (0 is skipless)"
         )
