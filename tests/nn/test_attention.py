@@ -219,7 +219,9 @@ def test_mistakes_are_named(call, words):
 def test_what_compiles_finds_the_shape_in_place():
     """NumPy of the theory is no part of a graph: its kernels took minutes to make."""
     length = torch.export.Dim("length", min=2, max=400)
-    module = ShapedAttention(WIDTH, HEADS, SPA[1]).eval()
+    with torch.device("meta"):
+        module = ShapedAttention(WIDTH, HEADS, SPA[1]).eval()
+    module.to_empty(device="cpu").reset_parameters("normal")
     program = torch.export.export(module, (torch.randn(1, T, WIDTH),), dynamic_shapes=({1: length},))
     x = torch.randn(1, 99, WIDTH)
     torch.testing.assert_close(program.module()(x), module(x))

@@ -99,8 +99,7 @@ class ShapedAttention(nn.Module):
         self.qkv_weight: nn.Parameter | None = None
         self.sharded = False  # True where the matrices are whole only while they are used, as under FSDP2
         self._bias: BiasVectors | None = None
-        if shape.causal and not shape.tabled:
-            self._store_bias(1)
+        self._store_bias()
 
     def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
         """Initialise all weights; query_key says how the query-key product starts at (or near) zero. Sec. 3.3.
@@ -195,15 +194,20 @@ class ShapedAttention(nn.Module):
     def _apply(self, fn, recurse: bool = True):
         """Move the shape's vectors with the parameters."""
         super()._apply(fn, recurse)
-        if self._bias is not None:
-            self._store_bias(self._bias.reach or 1)
+        self._store_bias()
         return self
 
-    def _store_bias(self, length: int) -> None:
-        """Build the shape's vectors where the parameters are, so that torch.compile and torch.export find them."""
-        parameter = next(self.parameters(), None)
-        if parameter is not None and not parameter.is_meta and parameter.is_floating_point():
-            self.bias(length, parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+    def _store_bias(self) -> None:
+        """Build the shape's vectors where the parameters are, so that torch.compile and torch.export find them.
+
+        Tables, and vectors of one length alone, are built when they are used.
+        """
+        parameter, stored = next(self.parameters(), None), self._bias
+        if parameter is None or parameter.is_meta or not parameter.is_floating_point():
+            return
+        if stored is not None or (self.shape.causal and not self.shape.tabled):
+            reach = 1 if stored is None else stored.reach or 1
+            self.bias(reach, parameter.device, torch.promote_types(parameter.dtype, torch.float32))
 
     def prepare(self, x: Tensor, layout: Layout | None) -> Layout | None:
         """Do once what all blocks share of attention to x (batch, T, width). Returns the layout to hand to them."""
