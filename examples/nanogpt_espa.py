@@ -22,7 +22,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, shape: sk.AttentionShape, pre_ln: bool):
         super().__init__()
         self.attention = sk.nn.ShapedAttention(width, heads, shape)
-        self.mlp = sk.nn.MLP(width, 4 * width, sk.ShapedActivation("gelu"))
+        self.mlp = sk.nn.MLP(width, 4 * width, "gelu")
         self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)]) if pre_ln else None
         self.attention.reset_parameters("normal" if pre_ln else "zero-query")  # queries at 0: attention is its shape
         self.mlp.reset_parameters() if pre_ln else self.mlp.reset_mirrored()  # mirrored: a rotation

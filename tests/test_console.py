@@ -84,12 +84,20 @@ def test_in_a_terminal_progress_is_a_bar_that_goes_away(monkeypatch):
         ("dpeth", "did you mean 'depth' or 'width'?"),
         ("DEPTH", "did you mean 'depth'?"),
         ("e-spa", "did you mean 'c4/e-spa'?"),
+        ("n_layer", "did you mean 'depth'?"),
+        ("block_size", "there are width, depth, c4/e-spa"),
         ("zzz", "there are width, depth, c4/e-spa"),
         (7, "there are width, depth, c4/e-spa"),
     ],
 )
 def test_a_hint_is_the_nearest_name_or_all(name, hint):
     assert nearest(name, ["width", "depth", "c4/e-spa"]) == hint
+
+
+def test_a_field_is_known_by_its_names_elsewhere():
+    assert nearest("lr", ["gain_rate", "rate"]) == "did you mean 'rate'?"
+    assert nearest("model.block_size", ["model.vocab_size", "model.length"]) == "did you mean 'model.length'?"
+    assert nearest("train.block_size", ["model.vocab_size", "model.length"]) != "did you mean 'model.length'?"
 
 
 def test_of_many_names_a_hint_shows_some():

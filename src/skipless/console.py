@@ -116,9 +116,30 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     return f"there are {', '.join(known[:_MOST_LISTED])}{more}"
 
 
+# what nanoGPT, torch and transformers call a field
+_ELSEWHERE = {
+    "depth": ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
+    "width": ("n_embd", "d_model", "dim", "embed_dim", "hidden_size"),
+    "heads": ("n_head", "n_heads", "num_heads", "num_attention_heads"),
+    "kv_heads": ("n_kv_head", "num_kv_heads", "num_key_value_heads"),
+    "hidden": ("d_ff", "ffn_dim", "intermediate_size"),
+    "length": ("block_size", "seq_len", "seq_length", "context_length", "max_seq_len", "max_position_embeddings"),
+    "rate": ("lr", "learning_rate", "max_lr"),
+    "steps": ("max_iters", "max_steps", "num_steps", "total_steps"),
+    "accumulate": ("grad_accum", "gradient_accumulation_steps"),
+}
+
+
 def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Up to three names that are near, the nearest first: those that differ in case or in what precedes a slash."""
+    """Up to three names that are near, the nearest first: those that differ in case or in what precedes a slash.
+
+    A field's name elsewhere is near to its name here, such as lr to rate.
+    """
     known, word = list(known), name.lower()
+    place, _, last = word.rpartition(".")
+    for own, others in _ELSEWHERE.items():
+        if last in others and (dotted := f"{place}.{own}" if place else own) in known:
+            return [dotted]
     same = [each for each in known if word in (each.lower(), each.lower().rpartition("/")[2])]
     return same[:3] or get_close_matches(name, known, n=3, cutoff=cutoff)
 

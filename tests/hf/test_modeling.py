@@ -226,6 +226,12 @@ def test_a_cache_that_forgets_is_refused(wrapped, tokens, kind):
 def test_what_cannot_be_honoured_is_refused(wrapped, tokens):
     with pytest.raises(ValueError, match=r"must be \(3, 20\)"):
         wrapped(tokens, attention_mask=torch.ones(3, 19))
+    padding = torch.arange(20).expand(3, 20) < 4
+    for mask, seen in ((torch.where(padding, 0.0, -1e9), "-1e\\+09"), (1 + padding.long(), "2")):
+        with pytest.raises(ValueError, match=f"attention_mask holds {seen}; it must be 1 where there is a token"):
+            wrapped(tokens, attention_mask=mask)
+    with pytest.raises(ValueError, match=r"input_ids are shaped \(20,\); .* input_ids\[None\] for one row"):
+        wrapped(tokens[0])
     with pytest.raises(ValueError, match="not causal attention within documents"):
         wrapped(tokens, attention_mask=torch.ones(3, 1, 20, 20, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"must be \(batch, 1, 20, 20\)"):

@@ -169,8 +169,8 @@ def test_mirrored_mlps_refuse_an_activation_whose_odd_part_is_curved(activation)
         (lambda: Skip(1.0, float("nan")), "residual is nan"),
         (lambda: ModelConfig(width=100, heads=8), "width=100 is not a multiple of heads=8; the nearest is 96"),
         (lambda: ModelConfig(depth=0), "depth is 0"),
-        (lambda: ModelConfig(kv_heads=3), "kv_heads=3 does not divide heads=8"),
-        (lambda: ModelConfig(width=24, heads=8), "head width 3 is odd"),
+        (lambda: ModelConfig(kv_heads=3), "kv_heads=3 does not divide heads=8; the nearest is 2"),
+        (lambda: ModelConfig(width=24, heads=8), "head width 3 is odd.*: width=32 or"),
         (lambda: ModelConfig(norm="layer"), "norm is 'layer'; it must be one of 'none', 'pre', 'post'"),
         (lambda: ModelConfig(attention_skip=Skip(1.0, 1.0)), r"SPA needs a normalised skip.*Skip.normalised"),
         (

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 from tests.model.exact import kernels_by_block
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from skipless.model import kernel_maps
 from skipless.model.config import ModelConfig, attention_shapes
@@ -154,6 +156,65 @@ def test_a_network_on_meta_runs_where_only_sizes_are_asked_for(name):
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
+def test_a_network_of_fake_tensors_runs_too():
+    """FakeTensor knows sizes and a device, and no numbers, though its device is a CPU."""
+    with FakeTensorMode():
+        model = Transformer("e-spa", width=32, depth=4, heads=4, vocab_size=30)
+        tokens = torch.randint(0, 30, (2, 9))
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        assert model(tokens).shape == (2, 9, 30)
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "pre-ln"])
+def test_second_derivatives_of_a_network_are_those_of_dense_logits(name):
+    """By impl="reference": torch's fused attention has first derivatives alone."""
+    model = Transformer(name, width=16, depth=4, heads=2, vocab_size=20, impl="reference").double()
+    tokens = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    found = []
+    for loss in (
+        model(tokens[:, :-1], tokens[:, 1:]),
+        torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()),
+    ):
+        slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+        along = sum((slope * p.detach().cos()).sum() for slope, p in zip(slopes, parameters, strict=True))
+        found.append((slopes, torch.autograd.grad(along, parameters, materialize_grads=True, allow_unused=True)))
+    torch.testing.assert_close(*found)
+
+
+class _Doubled(torch.nn.Module):
+    """A module in a head's place that holds its weight, as an adapter does."""
+
+    def __init__(self, inner: torch.nn.Linear):
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, inner.weight, None
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("kind", ["module", "hook", "sequential"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_loss_is_of_the_head_as_it_is_called(kind, padded):
+    """It multiplied by the head's weight, whatever stood in its place."""
+    model = Transformer("e-spa", width=16, depth=4, heads=2, vocab_size=20, tied_head=False)
+    if kind == "hook":
+        model.head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        model.head = _Doubled(model.head) if kind == "module" else torch.nn.Sequential(torch.nn.Linear(16, 20))
+    tokens = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
+    real = torch.arange(8).expand(2, 8) >= 3 if padded else torch.ones(2, 8, dtype=torch.bool)
+    layout = Layout.left_padded(real.long()) if padded else None
+    targets = tokens[:, 1:].masked_fill(~real, -100)
+    wanted = torch.nn.functional.cross_entropy(model(tokens[:, :-1], layout=layout)[real], targets[real])
+    torch.testing.assert_close(model(tokens[:, :-1], targets, layout=layout), wanted)
+    with pytest.raises(ValueError, match="targets run from 20 to 20; the model knows 0 … 19"):
+        model(tokens[:, :-1], torch.full((2, 8), 20))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
 @pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "mirrored/e-spa-readers", "pre-ln", "v-skipinit"])
 def test_transforms_of_torch_func_go_through_a_network(name):
@@ -179,6 +240,9 @@ def test_transforms_of_torch_func_go_through_a_network(name):
         if row == 0:
             plain = sum((p.grad * direction[name]).sum() for name, p in model.named_parameters())
             torch.testing.assert_close(slope, plain)
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(p, direction[name]) for name, p in weights.items()}
+        torch.testing.assert_close(forward_ad.unpack_dual(loss(duals, tokens[0])).tangent, slope)
 
     stacked, _ = torch.func.stack_module_state(models)
     both = torch.func.vmap(lambda weights: torch.func.functional_call(model, weights, (tokens,)))(stacked)

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -196,7 +198,11 @@ def test_a_layout_alone_brings_its_rotary_positions():
         (lambda m, x: m(x, Layout.packed([[0, 1]])), "document_ids is a list; it must be a torch.Tensor"),
         (lambda m, x: m(x, Layout.left_padded([[0, 1]])), "attention_mask is a list; it must be a torch.Tensor"),
         (lambda m, x: ShapedAttention(32, 0, SPA[0]), "heads=0.*heads must divide width"),
+        (lambda m, x: ShapedAttention(66, 4, SPA[0]), "heads must divide .*: width=64, heads=4, kv_heads=4 do"),
+        (lambda m, x: ShapedAttention(32, 4, SPA[0], 3), "kv_heads=3; .* kv_heads heads: .* kv_heads=2 do"),
         (lambda m, x: ShapedAttention(32, 4, SPA[0], 0), "kv_heads=0; heads must divide width, and kv_heads heads"),
+        (lambda m, x: ShapedAttention(32, 4, SPA[0], options={"kind": 1}), "options has no field 'kind'; there are"),
+        (lambda m, x: m.reset_parameters("zero"), "query_key is 'zero'; it must be one of 'zero-query', 'zero-key'"),
         (lambda m, x: ShapedAttention(32, 4.5, SPA[0]), "heads is 4.5; it must be a whole number"),
         (lambda m, x: ShapedAttention(32, 4, SPA), "shape is a list; it must be the AttentionShape of one block"),
         (lambda m, x: ShapedAttention(32, 4, ExponentialSPA()), r"shape is a ExponentialSPA; .*\.shapes\(depth=12\)"),
@@ -208,3 +214,26 @@ def test_a_layout_alone_brings_its_rotary_positions():
 def test_mistakes_are_named(call, words):
     with pytest.raises(ValueError, match=words):
         call(build(SPA[1]), torch.randn(2, T, WIDTH).double())
+
+
+def test_what_compiles_finds_the_shape_in_place():
+    """NumPy of the theory is no part of a graph: its kernels took minutes to make."""
+    length = torch.export.Dim("length", min=2, max=400)
+    with torch.device("meta"):
+        module = ShapedAttention(WIDTH, HEADS, SPA[1]).eval()
+    module.to_empty(device="cpu").reset_parameters("normal")
+    program = torch.export.export(module, (torch.randn(1, T, WIDTH),), dynamic_shapes=({1: length},))
+    x = torch.randn(1, 99, WIDTH)
+    torch.testing.assert_close(program.module()(x), module(x))
+
+    torch.compiler.reset()
+    graphs, expected = [], copy.deepcopy(module)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(1, 700, WIDTH)  # more than is stored
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(module, backend=backend)(x), expected(x))
+    assert not any("numpy" in str(node.target) for graph in graphs for node in graph.graph.nodes)

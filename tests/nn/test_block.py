@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from skipless.nn.block import SubBlock
+from skipless.nn.block import MLP, SubBlock
+from skipless.theory.activations import ShapedActivation
 from skipless.theory.propagation import Skip
 
 X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -40,3 +41,22 @@ def test_a_trained_weight_goes_back_to_its_start():
     block.reset_parameters()
     assert block.residual.item() == 0.25
     assert torch.equal(block.norm.weight, torch.ones(8, dtype=torch.float64))
+
+
+def test_an_mlp_takes_an_activation_by_its_bare_name():
+    mlp, same = MLP(8, 16, "gelu").double(), MLP(8, 16, ShapedActivation("gelu")).double()
+    same.load_state_dict(mlp.state_dict())
+    assert torch.equal(mlp(X), same(X))
+
+
+@pytest.mark.parametrize(
+    ("activation", "words"),
+    [
+        ("gleu", r"no activation 'gleu'; did you mean 'gelu'\? \(one of your own"),
+        ("dks-gelu", r"'dks-gelu', which is solved for a depth: give skipless\.dks\('gelu', depth\)"),
+        (nn.GELU(), r"the activation is GELU\(approximate='none'\); it must be a name"),
+    ],
+)
+def test_an_activation_that_is_none_is_named_before_anything_runs(activation, words):
+    with pytest.raises(ValueError, match=words):
+        MLP(8, 16, activation)

@@ -98,6 +98,19 @@ def test_second_derivatives_are_those_of_dense_logits(frozen, masked):
     )
 
 
+def test_rows_that_come_of_the_weight_leave_its_own_gradient_alone():
+    """As where embeddings are tied. What the rows pass on to the weight was counted twice, by create_graph=True."""
+    _, weight, _, targets = problem()
+    results = []
+    for loss in (linear_cross_entropy, lambda rows, weight, targets: F.cross_entropy(rows @ weight.T, targets)):
+        value = loss((weight[targets.flatten()] @ weight.T @ weight).tanh(), weight, targets.flatten())
+        plain = torch.autograd.grad(value, weight, retain_graph=True)
+        slopes = torch.autograd.grad(value, weight, create_graph=True)
+        torch.testing.assert_close(slopes, plain)
+        results.append((slopes, torch.autograd.grad((slopes[0] * weight.detach().cos()).sum(), weight)))
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at its first jvp
 @pytest.mark.parametrize("masked", [False, True])
 def test_transforms_of_torch_func_have_every_derivative(masked):

@@ -72,6 +72,10 @@ def test_every_field_has_one_plain_name():
         train("e-spa", step=3)
     with pytest.raises(ValueError, match="no setting 'gamma_final'"):
         train("pre-ln", gamma_final=0.2)
+    with pytest.raises(ValueError, match=r"no setting 'lr'; did you mean 'rate'"):
+        train("e-spa", lr=1e-3)
+    with pytest.raises(ValueError, match="experiment is a Linear; it must be a recipe's name such as 'e-spa'"):
+        train(torch.nn.Linear(1, 1))
 
 
 def test_one_call_trains_and_another_loads(folder, tmp_path, monkeypatch):

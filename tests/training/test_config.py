@@ -127,6 +127,11 @@ def test_a_file_that_is_no_experiment_is_named(tmp_path, text):
         plan(tmp_path / "mine.json")
 
 
+def test_micro_batches_that_do_not_divide_the_batch_are_named_with_some_that_do():
+    with pytest.raises(ValueError, match="accumulate=3 does not divide batch_size=8; the nearest is 2"):
+        TrainConfig(batch_size=8, accumulate=3)
+
+
 def test_the_warm_up_is_a_tenth_of_the_steps_unless_given():
     """At most the paper's 4,000 steps, which its own recipes have."""
     assert [TrainConfig(steps=steps).warmup for steps in (1, 200, 40_000, 100_000)] == [0, 20, 4_000, 4_000]

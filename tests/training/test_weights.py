@@ -42,6 +42,14 @@ def test_any_model_of_that_shape_is_filled(path):
         assert torch.equal(one, two)
 
 
+def test_a_path_may_be_text(tmp_path):
+    name = str(tmp_path / "model.safetensors")
+    save_weights(make(), name)
+    load_weights(other := make(seed=1), name)
+    assert torch.equal(other.embedding.weight, make().embedding.weight)
+    assert torch.equal(model_from_weights(name).embedding.weight, make().embedding.weight)
+
+
 def test_equal_weights_make_equal_files(path, tmp_path):
     for _ in range(5):
         save_weights(make(), tmp_path / "again.safetensors")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skipless.data.store import TokenStore
+from skipless.schema import check
 
 ROUNDS = 6
 
@@ -167,7 +168,7 @@ class TokenLoader:
         documents: bool = False,
     ):
         for name, value in (("length", length), ("batch_size", batch_size)):
-            if value < 1:
+            if check(value, int, name) < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.windows = (len(store) - 1) // length
         if self.windows < 1:

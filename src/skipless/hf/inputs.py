@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, StaticLayer
 
-from skipless.ops.layout import PADDING, Layout
+from skipless.ops.layout import PADDING, Layout, check_mask
 
 
 class HFLayerCache:
@@ -52,6 +52,10 @@ class Placement:
                 f"this {type(cache).__name__} keeps a sliding window, and a skipless network attends to all that came "
                 "before: use DynamicCache(), the default, or StaticCache(config=model.config, max_cache_len=…)"
             )
+        if x.dim() < 2:
+            raise ValueError(
+                f"input_ids are shaped {tuple(x.shape)}; they must be (batch, T): input_ids[None] for one row"
+            )
         batch, new = x.shape[0], x.shape[1]
         past = 0 if cache is None else cache.get_seq_length()
         if slots := fixed_size(cache):
@@ -85,6 +89,7 @@ def _by_mask(mask: Tensor | None, sizes: tuple[int, int, int], device: torch.dev
             f"attention_mask is shaped {tuple(mask.shape)}; with {slots - new} cached slots and {new} new tokens it "
             f"must be ({batch}, {slots}), 1 where there is a token"
         )
+    check_mask(mask)
     if not torch.compiler.is_compiling() and bool((mask != 0).all()):
         return None
     return Layout.left_padded(mask.to(device), queries=new)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from skipless.files import parse_json
 from skipless.schema import build, check_names, check_own, shortened
 from skipless.theory.activations import ShapedActivation, base_name, odd_factor
+from skipless.theory.feasibility import nearest_divisor
 from skipless.theory.local_maps import variance_gain
 from skipless.theory.propagation import (
     KernelLayer,
@@ -54,7 +55,7 @@ class Images:
             if not 1 <= getattr(self, name) <= 1 << 16:
                 raise ValueError(f"images.{name} is {getattr(self, name)}; it must lie in 1 … {1 << 16:,}")
         if self.side % self.patch:
-            fits = min((n for n in range(1, self.side + 1) if self.side % n == 0), key=lambda n: abs(n - self.patch))
+            fits = nearest_divisor(self.side, self.patch)
             raise ValueError(
                 f"images.patch={self.patch} does not divide images.side={self.side}; the nearest is {fits}"
             )
@@ -376,9 +377,13 @@ def _check_sizes(config: ModelConfig) -> None:
         near = max(round(config.width / config.heads), 1) * config.heads
         raise ValueError(f"width={config.width} is not a multiple of heads={config.heads}; the nearest is {near}")
     if config.heads % (config.kv_heads or config.heads):
-        raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}")
-    if config.position == "rope" and (config.width // config.heads) % 2:
-        raise ValueError(f"head width {config.width // config.heads} is odd; rotary positions need an even one")
+        near = nearest_divisor(config.heads, config.kv_heads or 1)
+        raise ValueError(f"kv_heads={config.kv_heads} does not divide heads={config.heads}; the nearest is {near}")
+    if config.position == "rope" and (wide := config.width // config.heads) % 2:
+        raise ValueError(
+            f"head width {wide} is odd; rotary positions need an even one: width={(wide + 1) * config.heads} or other "
+            "heads, or position='none'"
+        )
     scheme = config.scheme
     sizes = {"heads": "heads", "blocks": "depth", "locations": "length"}
     for name, size in sizes.items():

@@ -18,6 +18,7 @@ from skipless.ops.attention import Rotation
 from skipless.ops.bias import BiasVectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
+from skipless.ops.linear import is_plain_linear
 from skipless.ops.transforms import is_readable
 from skipless.theory.shapes import AttentionShape
 
@@ -187,20 +188,18 @@ class Transformer(nn.Module):
 
         Tokens that the layout calls padding are not counted, and their targets may be any number, such as −100.
         """
+        pooled = self.config.head == "pooled"
+        smoothing = self.label_smoothing if pooled and self.training else 0.0
+        documents = None if layout is None else layout.query_documents
+        counted = None if pooled or documents is None else (documents != PADDING).expand(targets.shape)
         head = self.embedding if self.head is None else self.head
-        if layout is None or layout.query_documents is None:
+        if smoothing or (head is self.head and not is_plain_linear(head)):
+            return _dense_loss(self.logits(hidden, layout), targets, counted, smoothing)
+        if documents is None:
             check_ids("targets", targets, len(head.weight))
-        weight, bias = head.weight, None if self.head is None else self.head.bias
-        if self.config.head == "pooled" and self.training and self.label_smoothing:
-            logits = self.logits(hidden, layout)
-            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return nn.functional.cross_entropy(exact, targets.long(), label_smoothing=self.label_smoothing)
-        if self.config.head == "pooled":
-            return linear_cross_entropy(_mean_over_tokens(hidden, layout), weight, targets, bias)
-        if layout is None or layout.query_documents is None:
-            return linear_cross_entropy(hidden, weight, targets, bias)
-        real = (layout.query_documents != PADDING).expand(targets.shape)
-        return linear_cross_entropy(hidden, weight, targets, bias, counted=real)
+        rows = _mean_over_tokens(hidden, layout) if pooled else hidden
+        bias = None if self.head is None else self.head.bias
+        return linear_cross_entropy(rows, head.weight, targets, bias, counted=counted)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -244,6 +243,17 @@ def _head(config: ModelConfig) -> nn.Linear | None:
     if config.head != "lm":
         return nn.Linear(config.width, config.classes)
     return None if config.tied_head else nn.Linear(config.width, config.vocab_size, bias=False)
+
+
+def _dense_loss(logits: Tensor, targets: Tensor, counted: Tensor | None, smoothing: float) -> Tensor:
+    """linear_cross_entropy of all logits, for label smoothing and for heads that are more than one matrix."""
+    rows = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    if counted is None:
+        check_ids("targets", targets, logits.shape[-1])
+        return nn.functional.cross_entropy(rows, targets.flatten().long(), label_smoothing=smoothing)
+    real = targets.masked_fill(~counted, 0).flatten().long()
+    losses = nn.functional.cross_entropy(rows, real, reduction="none").masked_fill(~counted.flatten(), 0.0)
+    return losses.sum() / counted.sum().clamp(min=1)
 
 
 def check_ids(name: str, ids: Any, size: int) -> None:

@@ -14,6 +14,7 @@ from skipless.ops.bias import AttentionInputs, BiasVectors
 from skipless.ops.layout import Layout
 from skipless.ops.linear import joint_layers, project, project_jointly
 from skipless.schema import check, check_own
+from skipless.theory.feasibility import nearest_divisor
 from skipless.theory.propagation import QueryKeyInit, ValueOutput
 from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
@@ -69,7 +70,7 @@ class ShapedAttention(nn.Module):
         super().__init__()
         width, heads, kv_heads = _checked_sizes(width, heads, heads if kv_heads is None else kv_heads)
         _check_shape(shape)
-        self.options = options or AttentionOptions()
+        self.options = check(options or AttentionOptions(), AttentionOptions, "options")
         readers, trained = self.options.readers, self.options.value_output == "trained"
         if readers and (trained or not self.options.bias_gain or kv_heads != heads):
             raise ValueError(
@@ -98,12 +99,14 @@ class ShapedAttention(nn.Module):
         self.qkv_weight: nn.Parameter | None = None
         self.sharded = False  # True where the matrices are whole only while they are used, as under FSDP2
         self._bias: BiasVectors | None = None
+        self._store_bias()
 
     def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
         """Initialise all weights; query_key says how the query-key product starts at (or near) zero. Sec. 3.3.
 
         "small" makes both matrices `scale` times their usual initialisation; "normal" leaves them as they are.
         """
+        check(query_key, QueryKeyInit, "query_key")
         fill = init.orthogonal_ if orthogonal else init.gaussian_
         gain = {"zero-query": (0.0, 1.0), "zero-key": (1.0, 0.0), "small": (scale, scale), "normal": (1.0, 1.0)}
         query_gain, key_gain = gain[query_key]
@@ -177,23 +180,34 @@ class ShapedAttention(nn.Module):
         """The shape's vectors for `length` locations. They are stored, and built anew for another device, another
         dtype or a longer input.
 
-        All blocks store vectors of one length, the next power of two, so that compiled blocks share a graph.
+        All blocks store vectors of one length, the next power of two, so that compiled blocks share a graph. They are
+        built outside of a graph: with torch.compile(fullgraph=True) run once as it is what is longer than 512.
         """
         stored = self._bias
         if stored is None or stored.device != device or stored.dtype != dtype or not _reaches(stored, length):
             shape = PlainShape(self.shape.causal) if isinstance(self.shape, IdentityShape) else self.shape
+            build = _build_untraced if torch.compiler.is_compiling() else _build_bias
             with torch.inference_mode(False):  # training may come after, with the same vectors
-                self._bias = stored = _build_bias(shape, length, device, dtype)
+                self._bias = stored = build(shape, length, device, dtype)
         return stored
 
     def _apply(self, fn, recurse: bool = True):
-        """Move the shape's vectors with the parameters, so that a trace finds them in place."""
+        """Move the shape's vectors with the parameters."""
         super()._apply(fn, recurse)
-        parameter, stored = next(self.parameters(), None), self._bias
-        if stored is not None and parameter is not None and not parameter.is_meta and parameter.is_floating_point():
-            reach = stored.reach or 1
-            self.bias(reach, parameter.device, torch.promote_types(parameter.dtype, torch.float32))
+        self._store_bias()
         return self
+
+    def _store_bias(self) -> None:
+        """Build the shape's vectors where the parameters are, so that torch.compile and torch.export find them.
+
+        Tables, and vectors of one length alone, are built when they are used.
+        """
+        parameter, stored = next(self.parameters(), None), self._bias
+        if parameter is None or parameter.is_meta or not parameter.is_floating_point():
+            return
+        if stored is not None or (self.shape.causal and not self.shape.tabled):
+            reach = 1 if stored is None else stored.reach or 1
+            self.bias(reach, parameter.device, torch.promote_types(parameter.dtype, torch.float32))
 
     def prepare(self, x: Tensor, layout: Layout | None) -> Layout | None:
         """Do once what all blocks share of attention to x (batch, T, width). Returns the layout to hand to them."""
@@ -273,8 +287,10 @@ def _checked_sizes(width: int, heads: int, kv_heads: int) -> tuple[int, int, int
     given = {"width": width, "heads": heads, "kv_heads": kv_heads}
     width, heads, kv_heads = (check(size, int, name) for name, size in given.items())
     if min(width, heads, kv_heads) < 1 or width % heads or heads % kv_heads:
+        fit = max(heads, 1)
         raise ValueError(
-            f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads"
+            f"width={width}, heads={heads}, kv_heads={kv_heads}; heads must divide width, and kv_heads heads: "
+            f"width={max(round(width / fit), 1) * fit}, heads={fit}, kv_heads={nearest_divisor(fit, kv_heads)} do"
         )
     return width, heads, kv_heads
 
@@ -312,3 +328,7 @@ def _build_bias(shape: AttentionShape, length: int, device: torch.device, dtype:
         # all that is calibrated, at once: decoding would otherwise rebuild the table for every token
         return BiasVectors.of(shape, max(length, shape.limit), device, dtype)
     return BiasVectors.of(shape, max(_SHORTEST_STORED, 2 ** (length - 1).bit_length()), device, dtype)
+
+
+# torch.compile would make kernels of the theory's NumPy, for minutes; its own decorator loads the compiler at once
+_build_untraced = torch._disable_dynamo(_build_bias)

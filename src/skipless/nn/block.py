@@ -10,19 +10,24 @@ from skipless.nn.attention import LayerCache, ShapedAttention
 from skipless.nn.position import Positions
 from skipless.ops.activation import biased_activation, kernel_supports, shaped_activation
 from skipless.ops.linear import has_hooks, product_dtype, project
-from skipless.theory.activations import ShapedActivation, odd_factor
+from skipless.theory.activations import ShapedActivation, base_name, odd_factor
 from skipless.theory.propagation import NormPlacement, Skip
 
 
 class Activation(nn.Module):
     """φ̂(x) = γ(φ(αx+β)+δ). Constants that do nothing are left out, so an untransformed φ costs what φ costs.
 
-    Elementwise with constant scalars: torch.compile fuses it with its neighbours.
+    Elementwise with constant scalars: torch.compile fuses it with its neighbours. A bare name is φ as it is.
     """
 
-    def __init__(self, spec: ShapedActivation):
+    def __init__(self, spec: ShapedActivation | str):
         super().__init__()
-        self.spec = spec
+        method, _, base = spec.partition("-") if isinstance(spec, str) else ("", "", "")
+        if method in ("dks", "tat"):
+            raise ValueError(
+                f"activation is {spec!r}, which is solved for a depth: give skipless.{method}({base!r}, depth)"
+            )
+        self.spec = spec if isinstance(spec, ShapedActivation) else ShapedActivation(base_name(spec))
 
     def forward(self, x: Tensor) -> Tensor:
         return shaped_activation(x, self.spec)
@@ -40,7 +45,7 @@ class MLP(nn.Module):
     On a GPU in half precision the exact GELU of many rows is one kernel with b₁, and b₁'s gradient one with φ̂'s.
     """
 
-    def __init__(self, width: int, hidden: int, activation: ShapedActivation, bias: bool = True):
+    def __init__(self, width: int, hidden: int, activation: ShapedActivation | str, bias: bool = True):
         super().__init__()
         self.up = nn.Linear(width, hidden, bias=bias)
         self.activation = Activation(activation)

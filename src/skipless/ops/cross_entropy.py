@@ -69,7 +69,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, *upstream: Tensor):
         found, (rows, weight, bias, targets, counted) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True: it may be differentiated
-            wanted = [t for t, needed in zip((rows, weight, bias), ctx.needs_input_grad, strict=False) if needed]
+            # as views, whose gradients end here: rows may come of the weight too, as where embeddings are tied
+            rows, weight = rows.view_as(rows), weight.view_as(weight)
+            bias = None if bias is None else bias.view_as(bias)
+            inputs = zip((rows, weight, bias), ctx.needs_input_grad, strict=False)
+            wanted = [t for t, needed in inputs if needed and t is not None]
             with without_autocast(rows.device):
                 loss = _dense(rows, weight, bias, targets, counted)
             slopes = iter(torch.autograd.grad(loss, wanted, upstream[0], create_graph=True))

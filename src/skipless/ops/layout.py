@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
+from skipless.ops.transforms import is_readable
+
 PADDING = -1
 T = TypeVar("T")
 
@@ -100,6 +102,7 @@ class Layout:
                 f"attention_mask is shaped {tuple(attention_mask.shape)}; it must be (batch, T_k), 1 where there is "
                 "a token (a T×T mask is the shape's own business)"
             )
+        check_mask(attention_mask)
         slots = attention_mask.shape[1]
         queries = slots if queries is None else queries
         if not 1 <= queries <= slots:
@@ -153,6 +156,15 @@ class Layout:
             return visible
         same = self.query_documents[:, :, None] == self.key_documents[:, None, :]
         return visible & same & (self.query_documents != PADDING)[:, :, None]
+
+
+def check_mask(mask: Tensor) -> None:
+    """Refuse a mask of other numbers than 0 and 1, such as one that is added to scores. A GPU is not waited for."""
+    if is_readable(mask) and (others := mask[(mask != 0) & (mask != 1)]).numel():
+        raise ValueError(
+            f"attention_mask holds {others[0].item():g}; it must be 1 where there is a token, and 0 elsewhere: "
+            "(mask == 0) of one that is added to scores; for documents use Layout.packed(document_ids)"
+        )
 
 
 def _check_tensor(name: str, value: Tensor) -> None:

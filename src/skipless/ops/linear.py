@@ -22,7 +22,7 @@ def project(x: Tensor, *layers: nn.Module) -> list[Tensor]:
 
     For a decoding step's few rows one GPU kernel multiplies by all matrices.
     """
-    plain = [type(layer) is nn.Linear and not has_hooks(layer) for layer in layers]
+    plain = [is_plain_linear(layer) for layer in layers]
     linear = [cast(nn.Linear, layer) for layer, is_plain in zip(layers, plain, strict=True) if is_plain]
     biased = len(linear) > 1 and any(layer.bias is not None for layer in linear)
     if not linear or biased or not supports(x, [layer.weight for layer in linear]):
@@ -74,6 +74,11 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module is more than its class's forward: a hook, or a forward of its own."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in module.__dict__
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether calling the module is one product with its weight."""
+    return type(module) is nn.Linear and not has_hooks(module)
 
 
 def supports(x: Tensor, weights: Sequence[Tensor]) -> bool:

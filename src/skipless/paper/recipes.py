@@ -157,6 +157,11 @@ def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: str | Path) -> Experiment:
+    if not isinstance(name, str | Path):
+        raise ValueError(
+            f"experiment is a {type(name).__name__}; it must be a recipe's name such as 'e-spa', an experiment.json or "
+            'an Experiment, such as Experiment("mine", model.config)'
+        )
     path = Path(name)
     if path.suffix != ".json":
         return recipe(str(name))

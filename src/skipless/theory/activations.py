@@ -130,8 +130,8 @@ def check_base(name: str) -> None:
     if name not in _SMOOTH and name not in _RECTIFIED:
         near = nearest(name, sorted((*_SMOOTH, *_RECTIFIED)))
         raise ValueError(
-            f"there is no activation {name!r}; {near}; one of your own is known once its code is imported: "
-            "`--import FILE.py` on the command line, `import` in Python"
+            f"there is no activation {name!r}; {near} (one of your own is known once its code is imported: "
+            "`--import FILE.py` on the command line, `import` in Python)"
         )
 
 

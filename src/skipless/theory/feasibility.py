@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Literal
 
 from skipless.schema import check
@@ -46,6 +47,11 @@ def grid_sides(grid: Grid | None, length: int) -> tuple[int, int]:
             f"grid={grid} has {rows * columns} locations, and length is {length}; use length={rows * columns}{fits}"
         )
     return rows, columns
+
+
+def nearest_divisor(whole: int, part: int) -> int:
+    """The number nearest to `part` that divides `whole`; of two the smaller."""
+    return next(n for step in count() for n in (part - step, part + step) if n > 0 and whole % n == 0)
 
 
 def check_depth(depth: int) -> int:
@@ -145,7 +151,7 @@ def check_repeat_rate(repeat_rate: float) -> None:
 
 def check_skip_weight(skip_weight: float) -> None:
     """α in [0, 1), so that the residual weight √(1−α²) is positive."""
-    if not 0.0 <= skip_weight < 1.0:
+    if not 0.0 <= check(skip_weight, float, "skip_weight") < 1.0:
         raise ValueError(
             f"skip_weight is {skip_weight}; a normalised skip needs 0 ≤ α < 1, so that β = √(1−α²) > 0 (0 is skipless)"
         )

@@ -348,7 +348,7 @@ def restore(folder: Path, model: nn.Module, optimizer: Optimizer | None, rest: A
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state)
 
 
-def check_same_tensors(wanted: Mapping[str, str], found: Mapping[str, str], source: Path) -> None:
+def check_same_tensors(wanted: Mapping[str, str], found: Mapping[str, str], source: str | Path) -> None:
     """Refuse tensors that are not the model's, naming them. Values are shapes, or whatever else must agree."""
     changed = [
         f"{name} is {found[name]} there, {wanted[name]} here"
@@ -440,7 +440,7 @@ def _dcp() -> Generator[None]:
         raise cause from None
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
+def save_weights(model: nn.Module, path: str | Path) -> None:
     """Write the whole, unsharded weights of a Transformer, as it is or inside DDP or FSDP2. All processes must call it.
 
     The file is there with all of its bytes or not at all.
@@ -451,7 +451,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
         raise ValueError(f"save_weights writes a Transformer with its settings; this is a {type(model).__name__}")
     if isinstance(inner, FoldedTransformer):
         raise ValueError("this network is folded, and no longer the one of its settings: use its own save(path)")
-    config = inner.config
+    config, path = inner.config, Path(path)
 
     def write() -> None:
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -464,7 +464,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     on_main(write)
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: str | Path) -> None:
     """Fill a model, sharded or not, from save_weights' file. ValueError names every tensor that does not fit."""
     _, tensors = _read_weights(path)
     wanted = {name: str(tuple(tensor.shape)) for name, tensor in model_tensors(model).items()}
@@ -472,7 +472,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     set_model_state_dict(model, cast(dict[str, Any], tensors), options=StateDictOptions(full_state_dict=True))
 
 
-def model_from_weights(path: Path, *, impl: str = "auto") -> Transformer:
+def model_from_weights(path: str | Path, *, impl: str = "auto") -> Transformer:
     """The Transformer of save_weights' file, from that file alone, on the CPU and in evaluation mode."""
     metadata, tensors = _read_weights(path)
     if CONFIG not in metadata:
@@ -487,7 +487,8 @@ def model_from_weights(path: Path, *, impl: str = "auto") -> Transformer:
     return model.eval()
 
 
-def _read_weights(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def _read_weights(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} does not exist; weights are in a run's export folder")
     with reading(path):

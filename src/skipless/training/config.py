@@ -14,6 +14,7 @@ from skipless.console import check_seed, nearest
 from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
 from skipless.schema import KINDS, build, check_choice, check_names, check_own, shortened
+from skipless.theory.feasibility import nearest_divisor
 from skipless.theory.schemes import Scheme
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -245,7 +246,10 @@ class TrainConfig:
                 f"train.warmup={self.warmup} leaves no step of {self.steps} for the cosine; {self.steps // 10} is usual"
             )
         if self.batch_size % self.accumulate:
-            raise ValueError(f"train.accumulate={self.accumulate} does not divide batch_size={self.batch_size}")
+            raise ValueError(
+                f"train.accumulate={self.accumulate} does not divide batch_size={self.batch_size}; the nearest is "
+                f"{nearest_divisor(self.batch_size, self.accumulate)}"
+            )
         if not 0.0 < self.ema <= 1.0:
             raise ValueError(f"train.ema is {self.ema}; the smoothing factor must lie in (0, 1] (App. H: 0.01)")
         if not 0.0 <= self.label_smoothing < 1.0:
