@@ -160,9 +160,9 @@ class InspectArguments:
         if Path(self.model).is_dir() and self.sizes:
             first = next(iter(self.sizes))
             raise ValueError(f"--{first} is for presets and families; the weights in {self.model} have theirs")
-        known = {self.model, f"wikitext103/{self.model}"} & presets.PRESETS.keys() or self.model.startswith("hf:")
-        if not known and not Path(self.model).is_dir():
-            near = near_names(self.model, presets.names())
+        names = presets.known_names()
+        if not (self.model in names or self.model.startswith("hf:") or Path(self.model).is_dir()):
+            near = near_names(self.model, names)
             hint = f" (nearest: {', '.join(near)})" if near else ""
             families = ", ".join(f"hf:{name}" for name in FAMILIES)
             raise ValueError(f"{self.model} is no folder, no preset{hint} and no family ({families})")
