@@ -493,3 +493,8 @@ def test_data_that_is_not_there_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="no corpus 'nosuch'"):
         run(ReproduceArguments(("baselines",), data="nosuch", out=tmp_path / "new"), Limits())
     assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="--seeds is 0"):  # before data are prepared
+        run(ReproduceArguments(("baselines",), data="nosuch", seeds=0, out=tmp_path / "new"), Limits())
+    with pytest.raises(ValueError, match="has no logs of scale 'tiny'"):
+        run(ReproduceArguments(("baselines",), out=tmp_path / "new", tables_only=True), Limits())
+    assert not (tmp_path / "new").exists()

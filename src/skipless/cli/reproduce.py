@@ -14,7 +14,7 @@ from skipless import __version__
 from skipless.console import Progress, nearest, print_table, say, write_output
 from skipless.data.store import MANIFEST, holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
-from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting
+from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, check_runs
 from skipless.paper.records import LOGS, RUNS, Facts, ImageSet, Record, ResultsFolder, Text
 from skipless.paper.runs import CPU, H200, Limits, Listener, Outcome, Run, missing, run_seconds, total
 from skipless.paper.tables import (
@@ -59,14 +59,15 @@ def run(asked: ReproduceArguments, limits: Limits) -> bool:
     tables = tables_named(asked.tables)
     check_scale(tables, asked.scale)
     check_arms(tables, asked.arms)
+    for name, number in (("rates", asked.rates), ("seeds", asked.seeds)):
+        if number is not None:
+            check_runs(name, number)
     folder = ResultsFolder(asked.out, asked.scale)
     _check_place(asked.out)
     reporter = Reporter()
     trained = [table for table in tables if not table.kernels]
-    if not asked.tables_only:
-        settings = _settings(asked, trained, folder)  # before the folder is made: data may be refused
+    settings = _settings(asked, trained, folder)  # before the folder is made: data may be refused
     with folder.locked():
-        settings = _settings(asked, trained, folder) if asked.tables_only else settings
         tables = [table for table in tables if table.kernels or table.name in settings]
         try:
             if settings and not asked.tables_only:
