@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from skipless.cli import reproduce as reproduce_command
 from skipless.cli.reproduce import ReproduceArguments, run
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
@@ -161,7 +162,7 @@ def test_one_item_and_again(reproduce, monkeypatch) -> None:
         patch.setattr("skipless.cli.reproduce._write", lambda tables, *_: print(*(table.name for table in tables)))
         names, err = reproduce("all", "--tables-only", data=False)
     assert names.split() == ["kernels", "baselines"]
-    assert "left out, since none of their runs is there: activations, skips" in err
+    assert "left out, since they have not been run: activations, skips" in err
     # E-SPA, U-SPA and V-SkipInit with RoPE are those of the baselines
     monkeypatch.setattr(workers, "run_one", run_one)
     _, err = reproduce("positions")
@@ -431,6 +432,17 @@ def test_one_run_tells_three_tables_what_the_network_is_good_for(reproduce) -> N
     lengths = {name: len(values) for name, values in measured.by_block.items()}
     assert lengths["drop_rise"] == lengths["kurtosis"] == lengths["end_alone"] == 36
     assert (lengths["swap_rise"], lengths["readout_rise"]) == (35, 37)
+
+
+def test_a_table_whose_runs_are_all_logged_under_others_is_written_again(capsys) -> None:
+    """Those of `backwards` are: low-bits and blocks ask for the same runs."""
+    logs = ResultsFolder(Path(__file__).parents[2] / "results", "cpu")
+    assert not logs.log("backwards").exists()
+    asked = ReproduceArguments(("all",), "cpu", out=logs.path, tables_only=True)
+    settings = reproduce_command._settings(asked, [table for table in TABLES.values() if not table.kernels], logs)
+    assert {"low-bits", "blocks", "backwards", "longer"} <= settings.keys()
+    assert "baselines" not in settings  # it shares some of its runs
+    assert "left out, since they have not been run: baselines," in capsys.readouterr().err
 
 
 def test_the_list_is_quick_and_needs_no_torch(tmp_path: Path) -> None:

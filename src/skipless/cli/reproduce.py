@@ -149,10 +149,14 @@ def _settings(asked: ReproduceArguments, tables: Sequence[PaperTable], folder: R
         raise ValueError(words[0])
     if asked.tables_only and "all" in asked.tables:
         run = {record.item for record in folder.records.values()}
-        bare = [name for name in settings if name not in run]
-        settings = {name: setting for name, setting in settings.items() if name in run}
+        bare = [
+            name
+            for name, setting in settings.items()  # runs that tables share are logged under one of them
+            if name not in run and missing([TABLES[name]], setting, folder.records)
+        ]
+        settings = {name: setting for name, setting in settings.items() if name not in bare}
         if bare:
-            words.append(f"left out, since none of their runs is there: {', '.join(bare)}; by name they are written")
+            words.append(f"left out, since they have not been run: {', '.join(bare)}; by name they are written")
     for line in words:
         say(line)
     return settings
