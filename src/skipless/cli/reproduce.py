@@ -286,7 +286,7 @@ def _write_table(table: PaperTable, setting: Setting, folder: ResultsFolder, con
     quantity = table.quantities[0]
     lines = [row.line()[:-1] for row in rows(summary.outcomes, quantity)]
     head = ("arm", "paper", quantity.replace("_", " "), "steps", "time", "seeds", "rate")
-    print_table(console, head, lines, [""] * len(lines))
+    print_table(console, head, lines)
     for claim, verdict in summary.verdicts:
         _print_verdict(console, verdict.mark, claim.text(), verdict.detail)
     return [*_write_pair(stem, page, as_json(summary)), *drawn]
@@ -414,7 +414,7 @@ def show(out: Path) -> None:
     folders = {name: ResultsFolder(out, name) for name in SCALES}
     head = ["table", "paper", *(f"{name}: runs, {_MACHINES[name].name}" for name in SCALES), "done"]
     lines = [_line(table, folders, out) for table in TABLES.values()]
-    print_table(console, head, lines, [""] * len(lines))
+    print_table(console, head, lines)
     words = (
         "\nTimes are estimates from FLOP and the number of blocks, for one run after another; runs that tables share "
         "are counted for each. A best rate at the edge of its grid adds a run."
@@ -461,49 +461,43 @@ def _time(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
-Names = Annotated[
-    list[str] | None, typer.Argument(metavar="TABLE...", help="Tables such as baselines; `all`; see --list.")
-]
-ScaleName = Annotated[
-    str, typer.Option("--scale", help="tiny (a test), cpu (hours), small, medium (a GPU) or paper (App. H).")
-]
-Data = Annotated[str | None, typer.Option(help="A folder made by `skipless prepare`, or a corpus. tiny: stdlib.")]
-Out = Annotated[Path, typer.Option(help="Where logs, tables and figures go.")]
-Rates = Annotated[int | None, typer.Option(help="Learning rates each arm is tried at. Default: the scale's.")]
-Seeds = Annotated[int | None, typer.Option(help="Seeds at the best rate. Default: the scale's.")]
-Budget = Annotated[float | None, typer.Option(help="Seconds; no run is begun that would not end or be saved in time.")]
-ArmNames = Annotated[
-    str, typer.Option("--arms", help="Only these arms, by comma; `all` adds those not run by default.")
-]
-Jobs = Annotated[int, typer.Option(help="Runs side by side, each in its own process, on one device.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
-Tasks = Annotated[
-    Path | None, typer.Option("--tasks-folder", help="Folder of the tasks' .jsonl files, for downstream.")
-]
-OtherText = Annotated[
-    str | None, typer.Option("--other-text", help="Text, such as a sample of C4, that every run is evaluated on too.")
-]
-TablesOnly = Annotated[bool, typer.Option("--tables-only", help="Run nothing: make tables from the logs again.")]
-List = Annotated[bool, typer.Option("--list", help="Show tables, runs, what they cost and what is done.")]
-Index = Annotated[bool, typer.Option("--index", help="Write README.md in --out: every table, and whether it agrees.")]
-
-
 def command(
-    tables: Names = None,
-    scale: ScaleName = "tiny",
-    data: Data = None,
-    out: Out = Path("results"),
-    seeds: Seeds = None,
-    rates: Rates = None,
-    budget: Budget = None,
-    arms: ArmNames = "",
-    jobs: Jobs = 1,
-    device: Device = None,
-    tasks_folder: Tasks = None,
-    other_text: OtherText = None,
-    tables_only: TablesOnly = False,
-    list_: List = False,
-    index: Index = False,
+    tables: Annotated[
+        list[str] | None, typer.Argument(metavar="TABLE...", help="Tables such as baselines; `all`; see --list.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="tiny (a test), cpu (hours), small, medium (a GPU) or paper (App. H).")
+    ] = "tiny",
+    data: Annotated[
+        str | None, typer.Option(help="A folder made by `skipless prepare`, or a corpus. tiny: stdlib.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where logs, tables and figures go.")] = Path("results"),
+    seeds: Annotated[int | None, typer.Option(help="Seeds at the best rate. Default: the scale's.")] = None,
+    rates: Annotated[
+        int | None, typer.Option(help="Learning rates each arm is tried at. Default: the scale's.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds; no run is begun that would not end or be saved in time.")
+    ] = None,
+    arms: Annotated[
+        str, typer.Option("--arms", help="Only these arms, by comma; `all` adds those not run by default.")
+    ] = "",
+    jobs: Annotated[int, typer.Option(help="Runs side by side, each in its own process, on one device.")] = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    tasks_folder: Annotated[
+        Path | None, typer.Option("--tasks-folder", help="Folder of the tasks' .jsonl files, for downstream.")
+    ] = None,
+    other_text: Annotated[
+        str | None,
+        typer.Option("--other-text", help="Text, such as a sample of C4, that every run is evaluated on too."),
+    ] = None,
+    tables_only: Annotated[
+        bool, typer.Option("--tables-only", help="Run nothing: make tables from the logs again.")
+    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show tables, runs, what they cost and what is done.")] = False,
+    index: Annotated[
+        bool, typer.Option("--index", help="Write README.md in --out: every table, and whether it agrees.")
+    ] = False,
 ) -> None:
     """Reproduce tables and figures of the paper. Stop it at any time: the same command goes on.
 
