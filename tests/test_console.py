@@ -145,3 +145,34 @@ def test_words_between_colons_stay_words():
     console.print_table(Console(file=seen, force_terminal=True), ("class", "images"), [(":cat:", "3")], [""])
     assert "hf:llama: the signal" in seen.getvalue()
     assert seen.getvalue().count(":cat:") == 2
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+def test_a_narrow_terminal_cuts_no_number_and_no_word(width):
+    head = ("block", "norm²", "mean cosine", "effective rank", "gradient²", "theory: norm²", "what is said of it")
+    rows = [
+        ("0", "1.238", "0.1251", "30.72", "1.214", "1.239", "preserved"),
+        ("10", "0.0000977", "-0.0483", "2.931", "5.95e+04", "–", "collapse, after which nothing at all is left of it"),
+    ]
+    page = io.StringIO()
+    console.print_table(Console(file=page, width=width, force_terminal=True, color_system=None), head, rows)
+    shown = page.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown
+    found = shown.split()
+    for text in (*head, *rows[0], *rows[1]):
+        assert all(word in found for word in text.split())
+    tables = shown.split("\n\n")
+    assert all({"block", "0", "10"} <= set(table.split()) for table in tables)
+
+
+def test_a_wide_terminal_has_one_table_with_every_heading_on_one_line():
+    page = io.StringIO()
+    rows = [("a", "1", "two words")]
+    console.print_table(
+        Console(file=page, width=80, force_terminal=True, color_system=None), ("name", "a number", "words"), rows
+    )
+    assert [line.split() for line in page.getvalue().splitlines()] == [
+        ["name", "a", "number", "words"],
+        ["a", "1", "two", "words"],
+    ]

@@ -147,19 +147,60 @@ def near_names(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str
 def print_table(
     console: "Console", head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
 ) -> None:
-    """A ruled table in a terminal, aligned plain text elsewhere. Numbers to the right; styles colour last cells."""
+    """A table in a terminal, aligned plain text elsewhere. Numbers to the right; styles colour last cells.
+
+    Where a terminal is too narrow, words are wrapped, and columns that still do not fit come in further tables.
+    """
     if not console.is_terminal:
         print_text(console, text_table(head, rows))
         return
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column, title in enumerate(head):
-        table.add_column(title, justify="right" if _numeric(rows, column) else "left")
-    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
-        table.add_row(*map(Text, row[:-1]), Text(row[-1], style=style))
-    console.print(table)
+    for place, widths in enumerate(_side_by_side(head, rows, console.width)):
+        if place:
+            console.print()
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for column, width in widths.items():
+            side = "right" if _numeric(rows, column) else "left"
+            table.add_column(head[column], justify=side, width=width, overflow="fold")
+        for row, style in zip(rows, styles or [""] * len(rows), strict=True):
+            cells = [*map(Text, row[:-1]), Text(row[-1], style=style)]
+            table.add_row(*(cells[column] for column in widths))
+        console.print(table)
+
+
+def _side_by_side(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
+    """The widths of the columns of each table: of all of them, or of as many as fit behind the first one."""
+    whole = [max(map(len, (title, *cells))) for title, *cells in zip(head, *rows, strict=True)]
+    if sum(whole) + _GAP * (len(whole) - 1) <= width:
+        return [dict(enumerate(whole))]
+    least = [_narrowest(head[column], [row[column] for row in rows]) for column in range(len(head))]
+    found, taken = [{0: least[0]}], least[0]
+    for column, need in enumerate(least[1:], 1):
+        if taken + _GAP + need > width and len(found[-1]) > 1:
+            found.append({0: least[0]})
+            taken = least[0]
+        found[-1][column] = need
+        taken += _GAP + need
+    for widths in found:
+        spare = max(width - sum(widths.values()) - _GAP * (len(widths) - 1), 0)
+        for column, need in widths.items():
+            widths[column] = min(whole[column], need + spare)
+            spare -= widths[column] - need
+    return found
+
+
+_GAP = 2  # between columns
+_FEW_WORDS = 20  # characters of a cell that is not wrapped
+
+
+def _narrowest(title: str, cells: Sequence[str]) -> int:
+    """The narrowest column in which no number and no word is cut."""
+    numbers = _numeric([[cell] for cell in cells], 0)
+    longest = max(map(len, cells), default=0)
+    words = [word for text in (title, *cells) for word in text.split()]
+    return max([longest if numbers else min(longest, _FEW_WORDS), *map(len, words)])
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -191,7 +232,7 @@ def number(value: float | None) -> str:
 
 
 def _numeric(rows: Sequence[Sequence[str]], column: int) -> bool:
-    return all(row[column][:1].isdigit() or row[column][:1] in "-" for row in rows)
+    return all(row[column][:1].isdigit() or row[column][:1] in "-–" for row in rows)
 
 
 class Progress:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import pickle
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import skipless
-from skipless.cli.app import COMMANDS, app
+from skipless.cli.app import COMMANDS, app, run
 from skipless.data.tokenizer import ByteTokenizer
 from skipless.hf.modeling import as_pretrained
 from skipless.model.config import ModelConfig
@@ -57,6 +58,8 @@ WRONG_PATHS = {
     "train": ["train", "nosuch"],
     "train a file": ["train", "nosuch.json"],
     "train --data": ["train", "wikitext103/e-spa", "--data", "nosuch"],
+    "train --out": ["train", "wikitext103/e-spa", "--out", __file__],
+    "train a folder": ["train", "wikitext103/e-spa", "--out", str(Path(__file__).parent)],
     "export": ["export", "nosuch"],
     "report": ["report", "nosuch"],
     "reproduce": ["reproduce", "nosuch"],
@@ -99,6 +102,35 @@ def test_the_paper_s_tables_are_listed_without_torch(tmp_path):
     assert code == 0
     assert "torch" not in heavy
     assert seconds < 2.5
+
+
+def test_what_only_the_system_has_said_becomes_a_sentence(monkeypatch, capsys):
+    def fail(error: OSError) -> str:
+        def command() -> None:
+            raise error
+
+        monkeypatch.setattr("skipless.cli.app.app", command)
+        with pytest.raises(SystemExit) as caught:
+            run()
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    assert fail(OSError(30, "Read-only file system", "runs/new")) == (
+        "skipless: runs/new could not be read or written (Read-only file system)\n"
+    )
+    assert fail(OSError(28, "No space left on device")) == (
+        "skipless: the output could not be read or written (No space left on device)\n"
+    )
+    assert fail(OSError("runs/new is full: make room")) == "skipless: runs/new is full: make room\n"
+
+
+def test_a_command_without_standard_streams_does_its_work(tmp_path):
+    """As a daemon's: 2>&- gives the number of standard error to the next file that is opened."""
+    words = [sys.executable, "-m", "skipless", "kernels", "e-spa", "--depth", "4", "--length", "8", "--no-figure"]
+    closed = {"preexec_fn": lambda: [os.close(number) for number in (0, 1, 2)]}
+    done = subprocess.run([*words, "--json", "found.json"], check=False, cwd=tmp_path, **closed)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "found.json").read_text())["name"] == "e-spa"
 
 
 @pytest.fixture

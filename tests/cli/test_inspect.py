@@ -52,6 +52,12 @@ def test_rounding_is_shown_by_block_where_it_is_asked_for(tmp_path):
     assert "rounding" not in without.output
 
 
+def test_short_names_of_presets_are_those_of_train():
+    result = invoke("mirrored", "--depth", "2", "--width", "32", "--heads", "2", "--length", "16")
+    assert result.exit_code == 0
+    assert "mirrored: The signal survives all 2 blocks" in result.output
+
+
 def test_a_family_is_built_and_healthy():
     result = invoke("hf:gpt2", "--depth", "3", *SMALL, "--check")
     assert result.exit_code == 0, result.output
@@ -201,6 +207,8 @@ def test_what_a_text_can_have_wrong_with_it(tmp_path):
     ("arguments", "message"),
     [
         (("nosuch/model",), "is no folder, no preset"),
+        (("miror",), "no preset (nearest: mirrored)"),
+        (("pre-lm",), "no preset (nearest: pre-ln"),
         (("hf:gtp2",), "knows no family"),
         (
             ("hf:llama", "--depth", "2", "--width", "100"),

@@ -112,7 +112,7 @@ def test_flags_reach_the_network(kernels) -> None:
 @pytest.mark.parametrize(("short", "name"), [("mirrored", "mirrored/e-spa"), ("pre-ln", "wikitext103/pre-ln")])
 def test_short_names_of_presets_are_those_of_train(kernels, short, name) -> None:
     found, meant = (json.loads(kernels(each, *SMALL, "--json", "-", "--no-figure")) for each in (short, name))
-    assert found["networks"][0]["config"] == meant["networks"][0]["config"]
+    assert found["networks"] == meant["networks"]
 
 
 @pytest.mark.parametrize("name", ["e-spa", "wikitext103/e-spa"])
@@ -157,6 +157,7 @@ def test_a_presets_mlps_can_be_left_out(kernels) -> None:
         (("standard", "--figure", "x.png", "--no-figure"), "contradict"),
         (("standard", "--figure", ".png/"), "must end in"),
         (("espa",), "did you mean e-spa"),
+        (("miror",), "did you mean mirrored?"),
         (("nonsense",), "schemes: standard, alibi"),
         (("wikitext103/espa",), "wikitext103/e-spa"),
     ],

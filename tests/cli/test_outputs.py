@@ -156,3 +156,19 @@ def test_an_experiment_from_elsewhere_trains_in_runs_or_not_at_all(tmp_path, mon
     assert "name is '../../escaped', and runs/NAME leads out of runs/" in str(done.exception)
     assert sorted(os.listdir(tmp_path)) == ["deep"]
     assert json.loads(Path("foreign.json").read_text())["name"] == "../../escaped"
+
+
+def test_results_outlive_the_reader_of_the_table(place, tmp_path, monkeypatch):
+    def gone(*_) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("skipless.cli.evaluate.print_table", gone)
+    invoke(*commands(place)["eval --json"], tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text())["texts"]
+
+
+@pytest.mark.parametrize("option", ["length", "max-tokens", "limit"])
+def test_counts_of_an_evaluation_are_checked_before_the_model_is_opened(place, option, monkeypatch):
+    monkeypatch.delattr("skipless.cli.evaluate.load_model")
+    result = invoke("eval", place / "run", f"--{option}", "0")
+    assert f"--{option} is 0; it must be at least 1, or left out for" in str(result.exception)

@@ -70,6 +70,10 @@ def test_errors_are_one_line_with_a_remedy(text, tmp_path, monkeypatch, capsys):
     assert "cut.txt.xz is damaged or cut short" in says(cut, "--bytes", "--force")
     assert "add --download" in says("c4")
     assert "exclude each other" in says(text, "--bytes", "--tokenizer", bad)
+    assert "--vocab is for a tokenizer that is trained, and --bytes trains none" in says(
+        text, "--bytes", "--vocab", "9"
+    )
+    assert "--sample-mb is for a tokenizer that is" in says(text, "--tokenizer", bad, "--sample-mb", "1")
     assert "is not a SentencePiece model" in says(text, "--tokenizer", bad, "--force")
     assert "byte fallback alone needs" in says(text, "--vocab", "3")
     assert "use 'error' or 'replace'" in says(text, "--bytes", "--invalid-utf8", "ignore")

@@ -60,11 +60,18 @@ def test_runs_inspections_and_certificates_on_one_page(said) -> None:
     assert [path.name for path in Path("sub").iterdir()] == ["page.html"]  # nothing is left beside it
 
 
-def test_equal_names_are_numbered(said) -> None:
-    said("report", str(make_run(Path("a"))), str(make_run(Path("b"))))
+def test_runs_of_one_recipe_have_their_folders_names(said) -> None:
+    Path("more").mkdir()
+    said("report", *(str(make_run(Path(folder))) for folder in ("a", "b", "more/b")))
     data = page_data()
-    assert [curve["name"] for curve in data["curves"]] == ["tiny", "tiny (2)"]
-    assert len({network["name"] for network in data["networks"]}) == 4
+    assert [curve["name"] for curve in data["curves"]] == ["tiny (a)", "tiny (b)", "tiny (b) (2)"]
+    assert len({network["name"] for network in data["networks"]}) == 6
+
+
+def test_what_the_demo_writes_is_no_file_of_certificates(said) -> None:
+    Path("demo.json").write_text('{"skipless": "0.1.0", "counting": {}, "networks": []}')
+    words = said("report", "demo.json", code=2)
+    assert "holds neither an inspection nor certificates of networks" in words
 
 
 def test_norms_of_a_normalised_stream_are_not_judged(said) -> None:

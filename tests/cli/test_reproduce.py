@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from skipless.cli import reproduce as reproduce_command
 from skipless.cli.reproduce import ReproduceArguments, run
 from skipless.data.prepare import Preparation, prepare
 from skipless.data.tokenizer import Bytes
@@ -161,7 +162,7 @@ def test_one_item_and_again(reproduce, monkeypatch) -> None:
         patch.setattr("skipless.cli.reproduce._write", lambda tables, *_: print(*(table.name for table in tables)))
         names, err = reproduce("all", "--tables-only", data=False)
     assert names.split() == ["kernels", "baselines"]
-    assert "left out, since none of their runs is there: activations, skips" in err
+    assert "left out, since they have not been run: activations, skips" in err
     # E-SPA, U-SPA and V-SkipInit with RoPE are those of the baselines
     monkeypatch.setattr(workers, "run_one", run_one)
     _, err = reproduce("positions")
@@ -433,6 +434,17 @@ def test_one_run_tells_three_tables_what_the_network_is_good_for(reproduce) -> N
     assert (lengths["swap_rise"], lengths["readout_rise"]) == (35, 37)
 
 
+def test_a_table_whose_runs_are_all_logged_under_others_is_written_again(capsys) -> None:
+    """Those of `backwards` are: low-bits and blocks ask for the same runs."""
+    logs = ResultsFolder(Path(__file__).parents[2] / "results", "cpu")
+    assert not logs.log("backwards").exists()
+    asked = ReproduceArguments(("all",), "cpu", out=logs.path, tables_only=True)
+    settings = reproduce_command._settings(asked, [table for table in TABLES.values() if not table.kernels], logs)
+    assert {"low-bits", "blocks", "backwards", "longer"} <= settings.keys()
+    assert "baselines" not in settings  # it shares some of its runs
+    assert "left out, since they have not been run: baselines," in capsys.readouterr().err
+
+
 def test_the_list_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
     """Over the committed results; seconds of the processor, whatever else the machine does.
 
@@ -492,4 +504,9 @@ def test_what_is_needed_is_said(reproduce) -> None:
 def test_data_that_is_not_there_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="no corpus 'nosuch'"):
         run(ReproduceArguments(("baselines",), data="nosuch", out=tmp_path / "new"), Limits())
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="--seeds is 0"):  # before data are prepared
+        run(ReproduceArguments(("baselines",), data="nosuch", seeds=0, out=tmp_path / "new"), Limits())
+    with pytest.raises(ValueError, match="has no logs of scale 'tiny'"):
+        run(ReproduceArguments(("baselines",), out=tmp_path / "new", tables_only=True), Limits())
     assert not (tmp_path / "new").exists()

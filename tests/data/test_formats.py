@@ -125,7 +125,7 @@ def test_jsonl(tmp_path, shared_data):
     assert read(path) == ["one\n\n\n", "two"]
     for line, message in [
         ("{broken", "a.jsonl, line 2 is not JSON"),
-        ('{"body": "x", "id": 3}', "line 2 has no text in 'text': name the field with --text-field; it has: body, id"),
+        ('{"body": "x", "id": 3}', r"line 2 has no text in 'text': name the field .*--text-field`\); it has: body, id"),
         ('{"text": null}', "line 2 has no text in 'text'"),
         ('{"text": "\\ud800"}', "line 2: surrogates not allowed at character 0"),
     ]:

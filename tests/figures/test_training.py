@@ -64,12 +64,13 @@ def test_curves_fill_their_axes_where_arms_differ():
     assert not any(len(line.get_xdata()) for line in sweep.lines if line.get_marker() == "x")
 
 
-def test_a_network_that_learns_frequencies_alone_does_not_run_through_their_name():
-    flat = ArmCurve("flat", [1, 500, 1500], [8.0, 7.6, 7.51], "7.51", {1e-4: 7.51})
-    figure = reproduction([flat], 7.5, HEADING)
+def test_networks_near_the_frequencies_do_not_run_through_their_name():
+    near = [ArmCurve(f"{end}", [1, 500, 1500], [8.0, 7.6, end], "", {1e-4: end}) for end in (7.51, 7.48, 7.4, 7.3)]
+    figure = reproduction(near, 7.5, HEADING)
     curves, renderer = figure.axes[0], FigureCanvasAgg(figure).get_renderer()
     name = next(text for text in curves.texts if "unigram" in text.get_text())
-    assert name.get_window_extent(renderer).y1 < curves.transData.transform((0, 7.5))[1]
+    assert name.get_text() == "unigram entropy, 7.50, dotted"
+    assert name.get_window_extent(renderer).y0 >= curves.bbox.y1  # above the axes
 
 
 def test_measures_by_block_have_a_panel_each_with_the_looks_of_their_arms():

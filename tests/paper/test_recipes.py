@@ -50,6 +50,8 @@ def test_an_experiment_keeps_what_it_says(folder, tmp_path, caplog):
         found, given = plan(source)
         assert with_data(found, given=given) == experiment
     assert "the scheme assumes repeat_rate=0.008 and these tokens have" in caplog.text
+    with pytest.raises(ValueError, match=r"is a run: give .*experiment.json, and --out .* --resume to go on with it"):
+        plan(tmp_path)
 
 
 def test_a_vocabulary_that_is_set_decides_what_is_prepared(tmp_path):

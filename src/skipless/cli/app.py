@@ -88,11 +88,13 @@ def _load(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-def first_given(context: typer.Context, *, but: Collection[str]) -> str | None:
-    """The first option on the command line that is not among these, whose names are those of parameters."""
+def first_given(context: typer.Context, among: Collection[str] | None = None, but: Collection[str] = ()) -> str | None:
+    """The first option on the command line `among` these, or all, `but` for those, by the names of parameters."""
     for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in but:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        typed = source is not None and source.name == "COMMANDLINE"
+        if typed and name not in but and (among is None or name in among):
             return parameter.opts[0]
     return None
 
@@ -150,8 +152,12 @@ def run() -> None:
     """Run a command. A bad value or file, and too little memory, end with one line and exit code 2."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         words = str(error)
+    except OSError as error:
+        words = str(error)
+        if error.errno is not None and words.startswith(f"[Errno {error.errno}]"):  # as the system has it
+            words = f"{error.filename or 'the output'} could not be read or written ({error.strerror})"
     except (MemoryError, RuntimeError) as error:  # torch's allocators have no class of their own
         words = str(error).strip()
         if not isinstance(error, MemoryError) and not _OUT_OF_MEMORY.search(words):

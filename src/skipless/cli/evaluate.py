@@ -95,8 +95,13 @@ def command(
             raise ValueError(f"{given} is not for a network of images, which {model} holds; leave it out")
         _images(model, corpus, device, precision, json_file)
         return
-    if length is not None and length < 1:
-        raise ValueError(f"--length is {length}; it must be at least 1, or left out for the training length")
+    for name, number, without in (
+        ("length", length, "the training length"),
+        ("max-tokens", max_tokens, "all"),
+        ("limit", limit, "all"),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"--{name} is {number}; it must be at least 1, or left out for {without}")
     if tasks_folder is not None and not tasks:
         raise ValueError(f"--tasks-folder is {tasks_folder}, and no task is asked for; add --tasks all, or name some")
     if corpus is not None and corpus not in DATASETS and not (Path(corpus) / MANIFEST).is_file():
@@ -117,10 +122,10 @@ def command(
     with _rounded(loaded, quantise):
         texts = {} if tasks and corpus is None else _texts(loaded, corpus, options)
         scores = _tasks(loaded, tasks, tasks_folder, backend, options) if tasks else {}
+    if json_file is not None:  # before a line that may find its reader gone
+        _write(json_file, _record(loaded.origin, options, texts, scores, backend))
     if str(json_file) != "-":
         _print(texts, scores)
-    if json_file is not None:
-        _write(json_file, _record(loaded.origin, options, texts, scores, backend))
 
 
 def _images(
@@ -149,9 +154,6 @@ def _images(
     result = evaluate_images(loaded.model, ImageLoader(store, 256), precision=precision)
     assert result.answers is not None
     classes = by_class(result.answers, store.manifest.classes)
-    if str(json_file) != "-":
-        print(f"{store.folder}: {result.words()}")
-        _print_classes(classes)
     if json_file is not None:
         numbers = {
             name: value if value is not None and math.isfinite(value) else None
@@ -161,6 +163,9 @@ def _images(
         options = {"device": str(next(loaded.model.parameters()).device), "precision": precision}
         images = {str(store.folder): found}
         _write(json_file, {"skipless": __version__, "weights": loaded.origin, "options": options, "images": images})
+    if str(json_file) != "-":
+        print(f"{store.folder}: {result.words()}")
+        _print_classes(classes)
 
 
 def _print_classes(results: "list[ClassResult]") -> None:

@@ -4,9 +4,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -45,51 +44,38 @@ _SMALLER, _FEWER = "make it smaller, e.g. with --width 256", "take fewer or shor
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-class Rounded(StrEnum):
-    """What may be computed in beside the model's own precision."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    INT8 = "int8"
-    FP8 = "fp8"
-
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A preset (wikitext103/e-spa), a run's folder, a folder written by save_pretrained, or a family: "
-        "hf:gpt2, hf:llama, hf:gpt-neox, hf:bert, hf:vit.",
-    ),
-]
-TextFile = Annotated[Path | None, typer.Option(help="A text file to read; random tokens otherwise.")]
-Corpus = Annotated[str | None, typer.Option(help="stdlib, a file, folder, glob or prepared folder to read instead.")]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="A .model file, prepared folder or 'bytes' (the model's own, else bytes).")
-]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Everything as data; - is standard output.")]
-Rounding = Annotated[
-    Rounded | None,
-    typer.Option(help="Run it in so few bits too, matrices and their inputs: what does rounding add?"),
-]
-Blocks = Annotated[str | None, typer.Option(help="Name of the list of blocks, if it is not found.")]
+Rounded = Literal["bf16", "fp16", "int8", "fp8"]  # what may be computed in beside the model's own precision
 
 
 def command(
-    model: Model,
-    text: TextFile = None,
-    corpus: Corpus = None,
-    tokenizer: Tokenizer = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A preset (wikitext103/e-spa), a run's folder, a folder written by save_pretrained, or a family: "
+            "hf:gpt2, hf:llama, hf:gpt-neox, hf:bert, hf:vit.",
+        ),
+    ],
+    text: Annotated[Path | None, typer.Option(help="A text file to read; random tokens otherwise.")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="stdlib, a file, folder, glob or prepared folder to read instead.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A .model file, prepared folder or 'bytes' (the model's own, else bytes).")
+    ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per row (128).")] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 2,
     depth: Annotated[int | None, typer.Option(help="Blocks, for presets and families.")] = None,
     width: Annotated[int | None, typer.Option(help="Width, for presets and families.")] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads, for presets and families.")] = None,
-    blocks: Blocks = None,
+    blocks: Annotated[str | None, typer.Option(help="Name of the list of blocks, if it is not found.")] = None,
     seed: Annotated[int, typer.Option(help="Of random weights and tokens.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
-    rounding: Rounding = None,
-    json_file: JsonFile = None,
+    rounding: Annotated[
+        Rounded | None,
+        typer.Option(help="Run it in so few bits too, matrices and their inputs: what does rounding add?"),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Everything as data; - is standard output.")] = None,
     figure: Annotated[Path | None, typer.Option(help="A picture: .png, .pdf or .svg.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the signal is lost.")] = False,
 ) -> None:
@@ -160,9 +146,9 @@ class InspectArguments:
         if Path(self.model).is_dir() and self.sizes:
             first = next(iter(self.sizes))
             raise ValueError(f"--{first} is for presets and families; the weights in {self.model} have theirs")
-        known = {self.model, f"wikitext103/{self.model}"} & presets.PRESETS.keys() or self.model.startswith("hf:")
-        if not known and not Path(self.model).is_dir():
-            near = near_names(self.model, presets.names())
+        names = presets.known_names()
+        if not (self.model in names or self.model.startswith("hf:") or Path(self.model).is_dir()):
+            near = near_names(self.model, names)
             hint = f" (nearest: {', '.join(near)})" if near else ""
             families = ", ".join(f"hf:{name}" for name in FAMILIES)
             raise ValueError(f"{self.model} is no folder, no preset{hint} and no family ({families})")
@@ -360,7 +346,7 @@ def _inspected(asked: InspectArguments, blocks: str | None, device: str, half: R
     found = replace(found, model=found.model.replace(type(model).__name__, asked.model, 1))
     if half is None:
         return found
-    return with_rounding(found, rounding(model, batch, half.value, blocks=[each.name for each in found.blocks[1:]]))
+    return with_rounding(found, rounding(model, batch, half, blocks=[each.name for each in found.blocks[1:]]))
 
 
 def _report(found: Inspection, json_file: Path | None, figure: Path | None, half: Rounded | None) -> None:
@@ -388,7 +374,7 @@ def _report(found: Inspection, json_file: Path | None, figure: Path | None, half
 def _show(console: "Console", found: Inspection) -> None:
     """The table, the strips by depth, the verdict and the advice."""
     head, rows = found.table()
-    print_table(console, head, rows, ["" for _ in rows])
+    print_table(console, head, rows)
     console.print()
     for line in _strips(found):
         console.print(line, soft_wrap=True)

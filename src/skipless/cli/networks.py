@@ -85,7 +85,8 @@ def select(name: str, options: KernelsArguments) -> Selection:
         import_extensions()
     if name in schemes():
         scheme, rate = _of_kind(name, options.assignments), studies.SIGNAL.repeat_rate
-    elif "/" in name or presets.is_known(name):
+    elif "/" in name or name in presets.known_names():
+        name = presets.full_name(name)
         scheme = presets.preset(name).scheme
         rate = getattr(scheme, "repeat_rate", presets.REPEAT_RATE)
     else:
@@ -245,7 +246,7 @@ def _spelled(field: str) -> str:
 
 
 def _unknown(name: str) -> ValueError:
-    near = near_names(name, [*schemes(), *FIGURES, *presets.names()])
+    near = near_names(name, [*schemes(), *FIGURES, *presets.known_names()])
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     return ValueError(
         f"there is no figure, scheme or preset {name!r}{meant} Figures: {', '.join(FIGURES)}; "

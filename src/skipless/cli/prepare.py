@@ -50,6 +50,9 @@ def command(
             )
         _prepare_images(corpus, out, force)
         return
+    if (bytes_ or tokenizer) and (given := first_given(context, among=("vocab", "sample_mb"))):
+        one = "--bytes" if bytes_ else f"--tokenizer {tokenizer}"
+        raise ValueError(f"{given} is for a tokenizer that is trained, and {one} trains none: give one of them")
     reading = Reading(text_field, cast(Literal["error", "replace"], invalid_utf8))
     choice, label = _choice(bytes_, tokenizer, vocab, sample_mb)
     plan = Preparation(corpus, choice, valid, valid_fraction, shard_mb, reading, download)

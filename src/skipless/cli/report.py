@@ -1,6 +1,7 @@
 """`skipless report`: one page from runs, certificates and results."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -61,14 +62,18 @@ def command(
 
 
 def gather(paths: Iterable[Path]) -> tuple[list[Inspection], dict[str, list[dict[str, Any]]]]:
-    """All inspections, and the records of all runs by name; equal names are numbered."""
+    """All inspections, and the records of all runs by name. Runs of one recipe have their folders' names beside it."""
     inspections: list[Inspection] = []
     curves: dict[str, list[dict[str, Any]]] = {}
+    paths = list(paths)
+    runs = {path: str(_experiment(path).get("name") or path.resolve().name) for path in paths if path.is_dir()}
+    several = {name for name, number in Counter(runs.values()).items() if number > 1}
     for path in paths:
         if not path.exists():
             raise ValueError(f"{path} does not exist; give {_KINDS}")
         if path.is_dir():
-            name = free_name(str(_experiment(path).get("name") or path.resolve().name), curves)
+            name = f"{runs[path]} ({path.resolve().name})" if runs[path] in several else runs[path]
+            name = free_name(name, curves)
             records, found = _read_run(path, name)
             if records:
                 curves[name] = records
@@ -97,7 +102,7 @@ def _read_probe(file: Path, name: str, normalised: bool) -> Inspection:
 
 
 def _shown(data: Any) -> list[Inspection]:
-    if isinstance(data, dict) and "networks" in data:
+    if isinstance(data, dict) and {"networks", "blocks"} <= data.keys():
         return Inspection.of_certificates(data)
     several = data if isinstance(data, list) else [data]
     if several and all(isinstance(one, dict) and {"blocks", "verdict"} <= one.keys() for one in several):

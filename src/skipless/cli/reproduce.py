@@ -14,7 +14,7 @@ from skipless import __version__
 from skipless.console import Progress, nearest, print_table, say, write_output
 from skipless.data.store import MANIFEST, holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
-from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting
+from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, check_runs
 from skipless.paper.records import LOGS, RUNS, Facts, ImageSet, Record, ResultsFolder, Text
 from skipless.paper.runs import CPU, H200, Limits, Listener, Outcome, Run, missing, run_seconds, total
 from skipless.paper.tables import (
@@ -59,14 +59,15 @@ def run(asked: ReproduceArguments, limits: Limits) -> bool:
     tables = tables_named(asked.tables)
     check_scale(tables, asked.scale)
     check_arms(tables, asked.arms)
+    for name, number in (("rates", asked.rates), ("seeds", asked.seeds)):
+        if number is not None:
+            check_runs(name, number)
     folder = ResultsFolder(asked.out, asked.scale)
     _check_place(asked.out)
     reporter = Reporter()
     trained = [table for table in tables if not table.kernels]
-    if not asked.tables_only:
-        settings = _settings(asked, trained, folder)  # before the folder is made: data may be refused
+    settings = _settings(asked, trained, folder)  # before the folder is made: data may be refused
     with folder.locked():
-        settings = _settings(asked, trained, folder) if asked.tables_only else settings
         tables = [table for table in tables if table.kernels or table.name in settings]
         try:
             if settings and not asked.tables_only:
@@ -148,10 +149,14 @@ def _settings(asked: ReproduceArguments, tables: Sequence[PaperTable], folder: R
         raise ValueError(words[0])
     if asked.tables_only and "all" in asked.tables:
         run = {record.item for record in folder.records.values()}
-        bare = [name for name in settings if name not in run]
-        settings = {name: setting for name, setting in settings.items() if name in run}
+        bare = [
+            name
+            for name, setting in settings.items()  # runs that tables share are logged under one of them
+            if name not in run and missing([TABLES[name]], setting, folder.records)
+        ]
+        settings = {name: setting for name, setting in settings.items() if name not in bare}
         if bare:
-            words.append(f"left out, since none of their runs is there: {', '.join(bare)}; by name they are written")
+            words.append(f"left out, since they have not been run: {', '.join(bare)}; by name they are written")
     for line in words:
         say(line)
     return settings
@@ -281,7 +286,7 @@ def _write_table(table: PaperTable, setting: Setting, folder: ResultsFolder, con
     quantity = table.quantities[0]
     lines = [row.line()[:-1] for row in rows(summary.outcomes, quantity)]
     head = ("arm", "paper", quantity.replace("_", " "), "steps", "time", "seeds", "rate")
-    print_table(console, head, lines, [""] * len(lines))
+    print_table(console, head, lines)
     for claim, verdict in summary.verdicts:
         _print_verdict(console, verdict.mark, claim.text(), verdict.detail)
     return [*_write_pair(stem, page, as_json(summary)), *drawn]
@@ -409,7 +414,7 @@ def show(out: Path) -> None:
     folders = {name: ResultsFolder(out, name) for name in SCALES}
     head = ["table", "paper", *(f"{name}: runs, {_MACHINES[name].name}" for name in SCALES), "done"]
     lines = [_line(table, folders, out) for table in TABLES.values()]
-    print_table(console, head, lines, [""] * len(lines))
+    print_table(console, head, lines)
     words = (
         "\nTimes are estimates from FLOP and the number of blocks, for one run after another; runs that tables share "
         "are counted for each. A best rate at the edge of its grid adds a run."
@@ -456,49 +461,43 @@ def _time(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
-Names = Annotated[
-    list[str] | None, typer.Argument(metavar="TABLE...", help="Tables such as baselines; `all`; see --list.")
-]
-ScaleName = Annotated[
-    str, typer.Option("--scale", help="tiny (a test), cpu (hours), small, medium (a GPU) or paper (App. H).")
-]
-Data = Annotated[str | None, typer.Option(help="A folder made by `skipless prepare`, or a corpus. tiny: stdlib.")]
-Out = Annotated[Path, typer.Option(help="Where logs, tables and figures go.")]
-Rates = Annotated[int | None, typer.Option(help="Learning rates each arm is tried at. Default: the scale's.")]
-Seeds = Annotated[int | None, typer.Option(help="Seeds at the best rate. Default: the scale's.")]
-Budget = Annotated[float | None, typer.Option(help="Seconds; no run is begun that would not end or be saved in time.")]
-ArmNames = Annotated[
-    str, typer.Option("--arms", help="Only these arms, by comma; `all` adds those not run by default.")
-]
-Jobs = Annotated[int, typer.Option(help="Runs side by side, each in its own process, on one device.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")]
-Tasks = Annotated[
-    Path | None, typer.Option("--tasks-folder", help="Folder of the tasks' .jsonl files, for downstream.")
-]
-OtherText = Annotated[
-    str | None, typer.Option("--other-text", help="Text, such as a sample of C4, that every run is evaluated on too.")
-]
-TablesOnly = Annotated[bool, typer.Option("--tables-only", help="Run nothing: make tables from the logs again.")]
-List = Annotated[bool, typer.Option("--list", help="Show tables, runs, what they cost and what is done.")]
-Index = Annotated[bool, typer.Option("--index", help="Write README.md in --out: every table, and whether it agrees.")]
-
-
 def command(
-    tables: Names = None,
-    scale: ScaleName = "tiny",
-    data: Data = None,
-    out: Out = Path("results"),
-    seeds: Seeds = None,
-    rates: Rates = None,
-    budget: Budget = None,
-    arms: ArmNames = "",
-    jobs: Jobs = 1,
-    device: Device = None,
-    tasks_folder: Tasks = None,
-    other_text: OtherText = None,
-    tables_only: TablesOnly = False,
-    list_: List = False,
-    index: Index = False,
+    tables: Annotated[
+        list[str] | None, typer.Argument(metavar="TABLE...", help="Tables such as baselines; `all`; see --list.")
+    ] = None,
+    scale: Annotated[
+        str, typer.Option("--scale", help="tiny (a test), cpu (hours), small, medium (a GPU) or paper (App. H).")
+    ] = "tiny",
+    data: Annotated[
+        str | None, typer.Option(help="A folder made by `skipless prepare`, or a corpus. tiny: stdlib.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where logs, tables and figures go.")] = Path("results"),
+    seeds: Annotated[int | None, typer.Option(help="Seeds at the best rate. Default: the scale's.")] = None,
+    rates: Annotated[
+        int | None, typer.Option(help="Learning rates each arm is tried at. Default: the scale's.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds; no run is begun that would not end or be saved in time.")
+    ] = None,
+    arms: Annotated[
+        str, typer.Option("--arms", help="Only these arms, by comma; `all` adds those not run by default.")
+    ] = "",
+    jobs: Annotated[int, typer.Option(help="Runs side by side, each in its own process, on one device.")] = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU if there is one.")] = None,
+    tasks_folder: Annotated[
+        Path | None, typer.Option("--tasks-folder", help="Folder of the tasks' .jsonl files, for downstream.")
+    ] = None,
+    other_text: Annotated[
+        str | None,
+        typer.Option("--other-text", help="Text, such as a sample of C4, that every run is evaluated on too."),
+    ] = None,
+    tables_only: Annotated[
+        bool, typer.Option("--tables-only", help="Run nothing: make tables from the logs again.")
+    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show tables, runs, what they cost and what is done.")] = False,
+    index: Annotated[
+        bool, typer.Option("--index", help="Write README.md in --out: every table, and whether it agrees.")
+    ] = False,
 ) -> None:
     """Reproduce tables and figures of the paper. Stop it at any time: the same command goes on.
 

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from skipless.files import check_folder
 from skipless.model.presets import names
 from skipless.paper.recipes import by_law, check_data, plan, with_data
 from skipless.training.config import Experiment, split_assignments
+from skipless.training.run import EXPERIMENT
 
 
 def command(
@@ -35,6 +37,8 @@ def command(
         raise ValueError("name a recipe, such as wikitext103/e-spa; `skipless train --list` shows all")
     if data is not None:
         check_data(data)  # a wrong path is refused before anything is solved
+    if out is not None:
+        check_folder(out, EXPERIMENT)  # and before torch is imported
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     sizes = {"model.depth": depth, "model.width": width}
     values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])

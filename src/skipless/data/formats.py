@@ -183,7 +183,7 @@ def _decode(path: Path, at: int, data: bytes, reading: Reading) -> str:
         likely = "UTF-16" if wide else "LATIN1"
         raise ValueError(
             f"{path}: byte {at + error.start} (0x{data[error.start]:02x}) is not valid UTF-8: convert the file "
-            f"(iconv -f {likely} -t UTF-8), or replace such bytes by U+FFFD with --invalid-utf8 replace"
+            f"(iconv -f {likely} -t UTF-8), or replace such bytes by U+FFFD: `skipless prepare --invalid-utf8 replace`"
         ) from error
 
 
@@ -206,7 +206,8 @@ def _record_text(place: str, line: str, reading: Reading) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(reading.text_field), str):
         fields = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
         raise ValueError(
-            f"{place} has no text in {reading.text_field!r}: name the field with --text-field; it has: {fields}"
+            f"{place} has no text in {reading.text_field!r}: name the field (`skipless prepare --text-field`); it has: "
+            f"{fields}"
         )
     text = record[reading.text_field]
     try:
@@ -215,7 +216,8 @@ def _record_text(place: str, line: str, reading: Reading) -> str:
         if reading.invalid_utf8 == "replace":
             return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         raise ValueError(
-            f"{place}: {error.reason} at character {error.start}: mend the line, or use --invalid-utf8 replace"
+            f"{place}: {error.reason} at character {error.start}: mend the line, or replace it: `skipless prepare "
+            "--invalid-utf8 replace`"
         ) from error
     return text
 

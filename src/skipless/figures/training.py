@@ -68,8 +68,8 @@ def reproduction(arms: Sequence[ArmCurve], unigram: float, heading: Heading) -> 
     """Left: training loss of each arm at its best rate, further seeds thinner. Right: what every rate reached.
 
     Both are drawn where arms differ: without the unigram entropy, which is then said to lie above, unless one ends near
-    it. What is thin and what a cross means stands above the axes that have them. Measures by block, where arms have
-    them, are a row of panels below.
+    it. What is thin or dotted and what a cross means stands above the axes that have them. Measures by block, where
+    arms have them, are a row of panels below.
     """
     measures = list(dict.fromkeys(measure for arm in arms for measure in arm.by_block))
     below = _TOP + _HEIGHT + 0.7 + (_BLOCKS + 0.95 if measures else 0.0)
@@ -192,11 +192,8 @@ def _finish(curves: Axes, sweep: Axes, unigram: float, spans: tuple[tuple[float,
         axes.grid(axis="y")
         if unigram < top:
             axes.axhline(unigram, color=INK, linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-    words = f"unigram entropy, {unigram:.2f}"
-    if unigram < spans[0][1]:  # below the line: what learns no more than frequencies lies just above
-        note_at(curves, words, unigram, (-4, -4), fontsize=8.5, ha="right", va="top", color=MUTED)
-    else:
-        _note(curves, f"{words}, lies above", left=True)
+    where = "dotted" if unigram < spans[0][1] else "lies above"
+    _note(curves, f"unigram entropy, {unigram:.2f}, {where}", left=True)
 
 
 @styled

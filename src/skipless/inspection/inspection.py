@@ -143,7 +143,7 @@ class Inspection:
         head = ["block", "norm²", "cosine", "eff. rank", "carry", "gradient²"]
         head += ["entropy", "on first", "qk grad", "kurtosis"]
         head += ["rounding"] if rounded else []
-        head += ["theory: norm²", "cosine"] if ours else []
+        head += ["theory: norm²", "theory: cosine"] if ours else []
         rows = []
         for each in (self.blocks[block] for block in blocks_shown(self.blocks[-1].block, self.verdict)):
             numbers = [each.norm_mean, each.cosine_mean, each.effective_rank, each.carry, each.gradient_mean]

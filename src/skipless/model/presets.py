@@ -34,12 +34,13 @@ def full_name(name: str) -> str:
         others = [known for known in PRESETS if known != full and known.endswith(f"/{name}")]
         logger.warning("%s is the preset %s%s", name, full, f" (not {', '.join(others)})" if others else "")
         return full
-    raise ValueError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
+    raise ValueError(f"there is no preset {name!r}; {nearest(name, known_names())}")
 
 
-def is_known(name: str) -> bool:
-    """Whether `full_name` has an answer."""
-    return name in PRESETS or name == "mirrored" or f"wikitext103/{name}" in PRESETS
+def known_names() -> list[str]:
+    """All names that `full_name` takes: those of presets, and short ones."""
+    group = "wikitext103/"
+    return [*PRESETS, "mirrored", *(name.removeprefix(group) for name in PRESETS if name.startswith(group))]
 
 
 def configuration(given: Any, **changes) -> ModelConfig:

@@ -337,6 +337,12 @@ SCALES = {
 _MOST_RUNS = 1000  # of one arm
 
 
+def check_runs(name: str, number: int) -> None:
+    """Refuse a number of rates or seeds that no arm can be run at."""
+    if not 1 <= number <= _MOST_RUNS:
+        raise ValueError(f"--{name} is {number}; it must lie in 1 … {_MOST_RUNS}")
+
+
 @dataclass(frozen=True)
 class Setting:
     """What holds for all runs of a call: scale, text, and how many rates and seeds each arm gets.
@@ -355,8 +361,7 @@ class Setting:
         """The scale's own numbers where none are given; arms' own seeds too, where runs are long enough to judge."""
         counts = {"rates": scale.rates if rates is None else rates, "seeds": scale.seeds if seeds is None else seeds}
         for name, count in counts.items():
-            if not 1 <= count <= _MOST_RUNS:
-                raise ValueError(f"--{name} is {count}; it must lie in 1 … {_MOST_RUNS}")
+            check_runs(name, count)
         return cls(scale, text, **counts, own_seeds=seeds is None and scale.judged)
 
     def seeds_of(self, arm: Arm) -> int:

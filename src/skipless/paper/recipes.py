@@ -17,6 +17,7 @@ from skipless.model import presets
 from skipless.model.config import ModelConfig
 from skipless.paper.experiments import by_depth
 from skipless.training.config import NO_IMAGES, DataConfig, Experiment, OptimizerConfig, TrainConfig
+from skipless.training.run import EXPERIMENT
 
 if TYPE_CHECKING:
     from skipless.training.trainer import Result
@@ -163,6 +164,8 @@ def _named(name: str | Path) -> Experiment:
             'an Experiment, such as Experiment("mine", model.config)'
         )
     path = Path(name)
+    if (path / EXPERIMENT).is_file():
+        raise ValueError(f"{path} is a run: give {path / EXPERIMENT}, and --out {path} --resume to go on with it")
     if path.suffix != ".json":
         return recipe(str(name))
     if not path.is_file():
