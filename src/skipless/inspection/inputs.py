@@ -204,7 +204,8 @@ def id_keys(batch: Batch) -> tuple[str | int | None, str | int | None]:
     first, second = (key if _is_ids(parts.get(key)) else None for key in (_TOKENS, DECODER_IDS))
     if first is None:
         others = [key for key, value in parts.items() if key != DECODER_IDS and _may_be_ids(str(key), value)]
-        first, *more = [*others, None]
+        larger = [key for key in others if bool((parts[key] > 1).any())]  # a mask has no number above 1
+        first, *more = [*(larger or others), None]
         second = next(iter(more), None) if second is None else second
     return first, second
 
@@ -215,7 +216,7 @@ def _is_ids(value: Any) -> bool:
 
 def _may_be_ids(key: str, value: Any) -> bool:
     other = any(word in key for word in ("mask", "label", "type", "position"))
-    return _is_ids(value) and not other and value.numel() > 0 and int(value.max()) > 1
+    return _is_ids(value) and not other
 
 
 def some_rows(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -253,6 +254,11 @@ def given_labels(batch: Batch, labels: Tensor | None) -> Tensor | None:
 def labelled_loss(model: nn.Module, output: Any, labels: Tensor) -> Tensor:
     """Cross-entropy of the model's logits, shifted by one location for causal language models."""
     logits = logits_of(output)
+    if not logits.requires_grad:
+        raise ValueError(
+            "what the model gives is detached from its parameters, so that labels give no gradient: look for detach() "
+            "or torch.no_grad() on the way to it, or leave the labels out to have the blocks inspected by themselves"
+        )
     check_labels(labels, logits.shape[-1])
     if predicts_next(model):
         logits, labels = logits[:, :-1], labels[:, 1:]

@@ -20,6 +20,7 @@ from skipless.inspection.inputs import (
     check_batch,
     check_loss,
     given_labels,
+    id_keys,
     labelled_loss,
     own_network,
     padding,
@@ -231,21 +232,21 @@ def _held(
 
 
 def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> list[Seen]:
-    """What each stack sees; decoders with ids of their own are asked by those."""
+    """What each stack sees; of two kinds of ids, of those that enter it."""
+    watched = [_watched(recorder) for recorder in recorders]
     found: dict[int, Seen] = {}
-    for decoder in (False, True):
-        chosen = [i for i, r in enumerate(recorders) if (read_by(batch, r.blocks[0][0]) is not batch) == decoder]
-        stacks = [_watched(recorders[i]) for i in chosen]
-        if not chosen:
-            continue
+    for second in (False, True):
+        left = [index for index in range(len(watched)) if index not in found or not found[index].reads]
+        if second and (not left or id_keys(batch)[1] is None):
+            break
         try:
-            found |= dict(zip(chosen, probe(model, batch, stacks, decoder), strict=True))
+            found |= dict(zip(left, probe(model, batch, [watched[index] for index in left], second), strict=True))
         except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
             why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
             note = f"Whether it sees the future or other rows was not asked: {why}."
-            found |= dict.fromkeys(chosen, Seen(note=note))
+            found |= dict.fromkeys(left, Seen(note=note))
     if padding(batch) is not None:
-        seen = padding_seen(model, batch, [_watched(recorder) for recorder in recorders])
+        seen = padding_seen(model, batch, watched)
         for index, block in enumerate(seen):
             if block is not None and recorders[index].attention:
                 found[index] = replace(found[index], leaks={**found[index].leaks, "padding": block})
@@ -257,7 +258,8 @@ def _watched(recorder: Recorder) -> Watched:
     ahead = [each.ahead for each in recorder.attention.values()]
     masked = 2 * sum(weight == 0 for weight in ahead) > len(ahead)
     blocks = [block for _, block in recorder.blocks]
-    return Watched(blocks, recorder.swapped, masked or any(map(says_causal, blocks)), bool(ahead))
+    causal, named = masked or any(map(says_causal, blocks)), "decoder" in recorder.blocks[0][0]
+    return Watched(blocks, recorder.swapped, causal, bool(ahead), named)
 
 
 def _evidence(recorder: Recorder, held: _Held, seen: Seen) -> Evidence:

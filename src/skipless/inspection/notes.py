@@ -290,8 +290,8 @@ def _embedding_cut(model: nn.Module, cut: Sequence[str]) -> Iterator[str]:
     before = [name for name in tables if not any(name.startswith(f"{block.rpartition('.')[0]}.") for block in cut)]
     if cut and before:
         yield (
-            f"What enters {listed(cut)} is cut off from {listed(before)}, which is to learn and gets no gradient. Look "
-            f"between them for {CUTS}."
+            f"What enters {listed(cut)} is cut off from {listed(before)}: no gradient comes there. Look between them "
+            f"for {CUTS}."
         )
 
 

@@ -47,7 +47,8 @@ class Seen:
     from 1, that has it; ordered, whether it tells orders of tokens apart, None where that was not asked; told_apart,
     how far apart two rows of other tokens are after the first block, over their norm; unsteady, the first block that
     does not give the same twice; read, whether what the model gives changes with the last token; early, whether it
-    changes at earlier locations with it, though no block does; wired, by block. note: why nothing was asked."""
+    changes at earlier locations with it, though no block does; wired, by block. reads: whether what was changed enters
+    the stack. note: why nothing was asked."""
 
     leaks: Mapping[str, int] = field(default_factory=dict)
     ordered: bool | None = None
@@ -57,24 +58,28 @@ class Seen:
     wired: tuple[Wired, ...] = ()
     note: str = ""
     early: bool = False
+    reads: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Watched:
     """A stack that is probed: its blocks, whether its stream is (T, rows, width), whether it is made to see only what
-    came before, and whether attention was seen in it."""
+    came before, whether attention was seen in it, and whether it is called a decoder."""
 
     blocks: Sequence[nn.Module]
     swapped: bool = False
     masked: bool = False
     attends: bool = False
+    decoder: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class _Ran:
-    """One run: what every block of every stack gave, as (rows, T, width), and what the model gave."""
+    """One run: what every block of every stack gave, as (rows, T, width), the first row of what entered each stack, and
+    what the model gave."""
 
     states: list[list[Tensor]]
+    entered: list[list[Tensor]]
     output: Tensor | None
 
 
@@ -104,10 +109,10 @@ class _Compared:
 
 
 @torch.no_grad()
-def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bool) -> list[Seen]:
-    """What every stack sees of the ids in `batch`, of decoder_input_ids for a decoder's; of other inputs, of rows."""
+def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: bool = False) -> list[Seen]:
+    """What every stack sees of the ids in `batch`, or of the second ones, as a decoder's; of other inputs, of rows."""
     whole = _whole_rows(batch)
-    asked = None if whole is None else _questions(model, whole, decoder)
+    asked = None if whole is None else _questions(model, whole, second)
     if whole is None or asked is None:
         return [Seen()] * len(stacks)
     name, plain, changed = asked
@@ -115,18 +120,17 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
     wiring = Wiring([block for block, _ in blocks], [swapped for _, swapped in blocks])
     before = _run(model, _with_rows(whole, name, plain), stacks, wiring.around())
     after = _run(model, _with_rows(whole, name, changed), stacks, wiring.doubled())
-    causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
+    predicts = predicts_next(model) and "XLNet" not in type(model).__name__
     differ = not torch.equal(plain[0], plain[1]), not torch.equal(plain[0], plain[2])
+    of_images = plain.is_floating_point()
+    entered = zip(before.entered, after.entered, strict=True)
+    reads = [len(stacks) == 1 or not all(map(torch.equal, x, y)) for x, y in entered]
     found = []
-    for x, y, stack in zip(before.states, after.states, stacks, strict=True):
-        compared = _Compared.of(x, y) if x and y else []
-        of_images = plain.is_floating_point()
-        found.append(
-            _of_images(compared, differ[1])
-            if of_images
-            else _of_ids(compared, differ[0], causal or stack.masked or (stack.attends and _one_ahead(compared)))
-        )
-    alone = not plain.is_floating_point() and len(stacks) == 1
+    for x, y, stack, own in zip(before.states, after.states, stacks, reads, strict=True):
+        compared = _Compared.of(x, y) if x and y and own else []
+        causal = predicts or stack.masked or (second and stack.decoder) or (stack.attends and _one_ahead(compared))
+        found.append(_of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal))
+    alone = not of_images and reads.count(True) == 1 and (len(stacks) == 1 or id_keys(batch)[1] is not None)
     read = _changed(before.output, after.output) if alone else None
     early = alone and _early(before, after)
     if early or any(each.leaks or each.ordered is False for each in found):
@@ -140,8 +144,8 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bo
         wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
         start += len(stack.blocks)
     return [
-        replace(each, read=read if each.leaks == {} else None, wired=own, early=early)
-        for each, own in zip(found, wired, strict=True)
+        replace(each, read=read if own and not each.leaks else None, wired=parts, early=early and own, reads=own)
+        for each, parts, own in zip(found, wired, reads, strict=True)
     ]
 
 
@@ -177,9 +181,9 @@ def _whole_rows(batch: Batch) -> Batch | None:
     return some_rows(batch, whole) if whole else None
 
 
-def _questions(model: nn.Module, batch: Batch, decoder: bool) -> tuple[str | int, Tensor, Tensor] | None:
+def _questions(model: nn.Module, batch: Batch, second: bool) -> tuple[str | int, Tensor, Tensor] | None:
     """(what is changed, its three rows, and these changed)."""
-    key = id_keys(batch)[decoder]
+    key = id_keys(batch)[second]
     if key is None:
         floats = ((n, v) for n, v in parts_of(batch).items() if isinstance(v, Tensor) and v.is_floating_point())
         name, values = next(floats, ("", None))
@@ -328,9 +332,10 @@ def _run(
 ) -> _Ran:
     """Nothing is given of a stack whose blocks do not run once each."""
     given: list[list[Tensor]] = [[] for _ in stacks]
+    entered: list[list[Tensor]] = [[] for _ in stacks]
     with ExitStack() as hooks:
-        for stack, states in zip(stacks, given, strict=True):
-            hooks.enter_context(listening(stack.blocks, after=_kept(states, stack.swapped)))
+        for stack, states, first in zip(stacks, given, entered, strict=True):
+            hooks.enter_context(listening(stack.blocks, _entering(first, stack.swapped), _kept(states, stack.swapped)))
         args, kwargs = model_inputs(model, batch)
         with watch or nullcontext(), BaseTorchFunctionMode():  # under a mode, torch's layers run alike in every run
             output = model(*args, **kwargs)
@@ -339,7 +344,15 @@ def _run(
         len(x) == len(each.blocks) and all(len(y) == rows for y in x) for x, each in zip(given, stacks, strict=True)
     )
     states = [states if fits else [] for states, fits in zip(given, whole, strict=True)]
-    return _Ran(states, readable(output))
+    return _Ran(states, entered, readable(output))
+
+
+def _entering(entered: list[Tensor], swapped: bool):
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not entered:  # a block may change it in place
+            entered.append(rows_first(hidden([*args, *kwargs.values()]), swapped)[0].clone())
+
+    return lambda index: hook
 
 
 def _kept(states: list[Tensor], swapped: bool):
