@@ -18,10 +18,10 @@ from skipless.model.transformer import Transformer
 SMALL = ("--width", "32", "--heads", "4", "--length", "24")
 
 
-def invoke(*arguments: str):
+def invoke(*arguments: str, **env: str):
     app = typer.Typer()
     app.command()(cli.command)
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, list(arguments), env=env)
 
 
 def test_a_preset_that_collapses_fails_the_check(tmp_path):
@@ -50,6 +50,16 @@ def test_rounding_is_shown_by_block_where_it_is_asked_for(tmp_path):
     assert any(line.startswith("rounding ▁") for line in result.output.splitlines())
     without = invoke("wikitext103/e-spa", *SMALL)
     assert "rounding" not in without.output
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_narrow_terminal_gets_whole_numbers_and_fewer_columns(width):
+    result = invoke("wikitext103/e-spa", *SMALL, FORCE_COLOR="1", COLUMNS=str(width))
+    table, *more = result.output.partition("\n\n")[0].split("In a wider terminal also: ")
+    assert "gradient²" in table
+    assert ("kurtosis" in table) == (width == 200)
+    assert "…" not in table
+    assert len(more) == (width == 80)
 
 
 def test_a_family_is_built_and_healthy():

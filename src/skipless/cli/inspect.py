@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -388,7 +389,11 @@ def _report(found: Inspection, json_file: Path | None, figure: Path | None, half
 def _show(console: "Console", found: Inspection) -> None:
     """The table, the strips by depth, the verdict and the advice."""
     head, rows = found.table()
-    print_table(console, head, rows, ["" for _ in rows])
+    fit = _columns_that_fit([head, *rows], console.width) if console.is_terminal else len(head)
+    print_table(console, head[:fit], [row[:fit] for row in rows])
+    if fit < len(head):
+        words = f"In a wider terminal also: {', '.join(head[fit:])}"
+        print_text(console, words, style="dim", wrap=True)
     console.print()
     for line in _strips(found):
         console.print(line, soft_wrap=True)
@@ -400,6 +405,12 @@ def _show(console: "Console", found: Inspection) -> None:
         print_text(console, f"What to change: {found.advice}", wrap=True)
     for note in found.notes:
         print_text(console, f"Note: {note}", style="yellow" if note in found.doubts else "", wrap=True)
+
+
+def _columns_that_fit(lines: Sequence[Sequence[str]], width: int) -> int:
+    """How many of a table's columns, of which numbers would be cut off in a narrower terminal."""
+    ends = accumulate(max(map(len, column)) + 2 for column in zip(*lines, strict=True))
+    return max(sum(end - 2 <= width for end in ends), 1)
 
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -138,17 +138,18 @@ class Inspection:
         return f"{html_table(*self.table())}<p>{escape(words)}</p>"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Head and rows: all blocks of a shallow network, else a choice of them. ✖ marks the one that is at fault."""
+        """Head and rows: all blocks of a shallow network, else a choice of them. ✖ marks the one that is at fault.
+
+        What is needed most stands at the left."""
         ours, rounded = self.blocks[0].predicted is not None, self.blocks[-1].rounding is not None
-        head = ["block", "norm²", "cosine", "eff. rank", "carry", "gradient²"]
+        head = ["block", "norm²", "cosine", "eff. rank", "carry", "gradient²", *["rounding"] * rounded]
         head += ["entropy", "on first", "qk grad", "kurtosis"]
-        head += ["rounding"] if rounded else []
         head += ["theory: norm²", "cosine"] if ours else []
         rows = []
         for each in (self.blocks[block] for block in blocks_shown(self.blocks[-1].block, self.verdict)):
             numbers = [each.norm_mean, each.cosine_mean, each.effective_rank, each.carry, each.gradient_mean]
+            numbers += [each.rounding] * rounded
             numbers += [each.attention_entropy, each.attention_first, each.query_key_gradient, each.kurtosis]
-            numbers += [each.rounding] if rounded else []
             predicted = each.predicted or {}
             numbers += [predicted.get("norm"), predicted.get("cosine")] if ours else []
             marked = self.verdict.lost and each.block == self.verdict.block
