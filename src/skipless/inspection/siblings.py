@@ -265,9 +265,9 @@ def _operations(names: Sequence[str], held: Sequence[Held], evidence: Evidence) 
 def _counts(calls: Counter[str]) -> str:
     words = []
     for call, count in calls.items():
-        name = call.partition("(")[0]
-        kind = f"{_KINDS[name]}, " if name in _KINDS else ""
-        words.append(f"{kind}{call.replace('()', '')}{f' {count} times' if count > 1 else ''}")
+        plain, read, _ = call.replace("()", "").partition(INPUT)
+        kind = _KINDS.get(plain.partition("(")[0])
+        words.append(f"{f'{kind} ({plain})' if kind else plain}{read}{f' {count} times' if count > 1 else ''}")
     return "; ".join(words[:_CALLS]) + (f" and {len(words) - _CALLS} more" if len(words) > _CALLS else "")
 
 
