@@ -215,3 +215,15 @@ def test_tokens_may_be_bits(ids):
     model.blocks[2].causal = False
     found = inspect(model, ids)
     assert (found.verdict.kind, found.verdict.block) == ("leak", 3)
+
+
+def test_positions_are_not_asked_for_where_no_location_sees_another():
+    """As where attention's outputs start at zero."""
+    model = Tower()
+    for block in model.blocks:
+        nn.init.zeros_(block.attention.out_proj.weight)
+    assert not inspect(model, IDS).doubts
+    nn.init.zeros_(model.positions)
+    for block in model.blocks:
+        nn.init.normal_(block.attention.out_proj.weight, std=0.3)
+    assert any("does not see positions" in note for note in inspect(model, IDS).doubts)

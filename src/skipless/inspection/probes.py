@@ -86,8 +86,8 @@ class _Ran:
 @dataclass(frozen=True, eq=False)
 class _Compared:
     """What one block gave in two runs of three rows. change: norms (rows, T) of the difference between the runs;
-    between: norms (T,) of the first run's first row less its second; norms: (rows, T) of the first run; swap: norms of
-    the first row less the third, at the last location and of the mean one."""
+    between: norms (T,) of the first run's first row less its second, which ends alike; norms: (rows, T) of the first
+    run; swap: norms of the first row less the third, at the last location and of the mean one."""
 
     change: np.ndarray
     between: np.ndarray
@@ -196,8 +196,9 @@ def _questions(model: nn.Module, batch: Batch, second: bool) -> tuple[str | int,
     first = ids[0]
     if ids.shape[1] < 4 or bool((first == first[0]).all()):
         return None
-    backwards = torch.cat([first[:-1].flip(0), first[-1:]])
-    plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), backwards])
+    plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), first])
+    plain[2, :-1] = first[:-1].flip(0)
+    plain[1, -1] = first[-1]  # so that the last location tells whether it sees the others
     changed = plain.clone()
     changed[0, -1] = next(token for token in first if token != first[-1])
     return key, plain, changed
@@ -294,15 +295,16 @@ def _leaks(compared: Sequence[_Compared], differ: bool, causal: bool) -> dict[st
     return found
 
 
-def _ordered(compared: Sequence[_Compared]) -> bool:
-    """Whether the last location tells orders of the tokens before it apart.
+def _ordered(compared: Sequence[_Compared]) -> bool | None:
+    """Whether the last location tells orders of the tokens before it apart; None where it does not see them, as behind
+    outputs that start at zero.
 
     Of what looks both ways, after all blocks. Of what looks back, after the first: its mask tells orders apart later,
     since each location has then gathered what came before it.
     """
     back = not compared[0].change[0, :-1].any()
     each = compared[0 if back else -1]
-    return bool(each.swap[0] > _ORDER * each.norms[0, -1])
+    return bool(each.swap[0] > _ORDER * each.norms[0, -1]) if each.between[-1] > _ORDER * each.norms[0, -1] else None
 
 
 def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:

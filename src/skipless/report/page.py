@@ -190,7 +190,9 @@ def _breakable(name: str) -> str:
 def _card(index: int, inspection: Inspection, name: str) -> str:
     """A verdict in plain words, and the box that shows or hides the network below."""
     verdict = inspection.verdict
-    advice = f'<p class="advice"><b>What to change:</b> {_breakable(inspection.advice)}</p>' if inspection.advice else ""
+    advice = (
+        f'<p class="advice"><b>What to change:</b> {_breakable(inspection.advice)}</p>' if inspection.advice else ""
+    )
     doubted = f"; {len(inspection.doubts)} thing{'s' * (len(inspection.doubts) > 1)} to look at" * bool(
         inspection.doubts
     )
