@@ -207,6 +207,14 @@ def test_a_stack_is_asked_by_the_ids_that_enter_it():
     assert (found.verdict.kind, found.verdict.block, found.blocks[2].name) == ("leak", 2, "others.1")
 
 
+def test_the_answer_of_a_decoder_is_not_held_against_the_encoder():
+    """Whose locations hardly see each other where its outputs start at zero, while the decoder sees all of them."""
+    model = Pair()
+    for block in model.blocks:
+        nn.init.zeros_(block.attention.out_proj.weight)
+    assert not inspect(model, (IDS, IDS.flip(0))).doubts
+
+
 @pytest.mark.parametrize("ids", [IDS % 2, (IDS % 2,)])
 def test_tokens_may_be_bits(ids):
     model = Tower()

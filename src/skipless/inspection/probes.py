@@ -130,9 +130,10 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: boo
         compared = _Compared.of(x, y) if x and y and own else []
         causal = predicts or stack.masked or (second and stack.decoder) or (stack.attends and _one_ahead(compared))
         found.append(_of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal))
-    alone = not of_images and reads.count(True) == 1 and (len(stacks) == 1 or id_keys(batch)[1] is not None)
-    read = _changed(before.output, after.output) if alone else None
-    early = alone and _early(before, after)
+    last = len(stacks) == 1 and not of_images  # an encoder is followed by what gives the answer
+    paired = not of_images and reads.count(True) == 1 and id_keys(batch)[1] is not None
+    read = _changed(before.output, after.output) if last or paired else None
+    early = last and _early(before, after)
     if early or any(each.leaks or each.ordered is False for each in found):
         again = _run(model, _with_rows(whole, name, plain), stacks)
         early = early and not _changed(before.output, again.output)
@@ -144,7 +145,7 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: boo
         wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
         start += len(stack.blocks)
     return [
-        replace(each, read=read if own and not each.leaks else None, wired=parts, early=early and own, reads=own)
+        replace(each, read=read if own and not each.leaks else None, wired=parts, early=early, reads=own)
         for each, parts, own in zip(found, wired, reads, strict=True)
     ]
 
