@@ -155,7 +155,7 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
 
 def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
-    for label, why in odd_parameters(evidence.weights, evidence.cousins, each.block):
+    for label, why in odd_parameters(evidence, each.block):
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
         group = evidence.weights[each.block - 1][label].group
         follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
@@ -171,7 +171,7 @@ def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
 def _also(evidence: Evidence, each: BlockSignal, label: str) -> str:
     """A sentence on the later blocks whose parameter of this name is odd."""
     later = range(each.block + 1, evidence.depth + 1)
-    odd = [b for b in later if any(name == label for name, _ in odd_parameters(evidence.weights, evidence.cousins, b))]
+    odd = [b for b in later if any(name == label for name, _ in odd_parameters(evidence, b))]
     return f" It is odd in block{'s' * (len(odd) > 1)} {listed([str(b) for b in odd])} too." if odd else ""
 
 
@@ -185,7 +185,7 @@ _FOLLOWS = {
 
 def _suspect(evidence: Evidence, each: BlockSignal) -> str:
     """A sentence that names the block's odd parameter, if it has one."""
-    odd = next(odd_parameters(evidence.weights, evidence.cousins, each.block), None)
+    odd = next(odd_parameters(evidence, each.block), None)
     return "" if odd is None else f" Its {odd[0]} {odd[1]}."
 
 
@@ -298,10 +298,9 @@ def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
     else:
         return None
     text = f"The squared norm {word} at block {each.block} ({each.name}) by a factor of {mean:.2g}, in one block."
-    why = "since its parameters are like its siblings'"
-    look = f"Look at {each.name}: a factor on its output, {mean**0.5:.2g} or so, {why}."
-    if not (each.kept is None or each.kept > LEFT or math.isnan(each.kept)):
-        factor = f"a factor on its output, {mean**0.5:.2g} or so"
+    factor = f"a factor on its output, {mean**0.5:.2g} or so"
+    look = f"Look at {each.name}: {factor}, since its parameters are like its siblings'."
+    if each.kept is not None and each.kept <= LEFT:
         look = f"Look for the shortcut of {each.name}, which does not carry its input on, or for {factor}."
     return blame(each, kind, text, look)
 

@@ -61,7 +61,8 @@ class Recorder:
         self.sent = False  # whether unit gradients are sent to the last block
         self._returned: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
-        self._swapped = self._channels = self._expected = False
+        self.swapped = False  # whether the stream is (T, rows, width)
+        self._channels = self._expected = False
         self._entered: Tensor | None = None
         self._open = ExitStack()
 
@@ -177,11 +178,6 @@ class Recorder:
         return len(self.blocks) in self._gradients
 
     @property
-    def swapped(self) -> bool:
-        """Whether the stream is (T, rows, width)."""
-        return self._swapped
-
-    @property
     def complete(self) -> bool:
         """Whether every block ran and was measured."""
         return self.refused is None and len(self.described) == len(self.blocks) + 1
@@ -229,7 +225,7 @@ class Recorder:
                     changed = exchanged(args, kwargs, x, lifted)
                     x = lifted
                 blocks = [block for _, block in self.blocks]
-                self._swapped = batch_second(x, blocks, self.options.batch_shape, self.options.one_row)
+                self.swapped = batch_second(x, blocks, self.options.batch_shape, self.options.one_row)
                 self._channels = channels_first(x, blocks)
                 if not self._accepts(self._rows(x)):
                     return None
@@ -316,7 +312,7 @@ class Recorder:
                 self._handed.setdefault(index, torch.stack(_carried(self._latest[1], rows)))
 
     def _rows(self, x: Tensor) -> Tensor:
-        return rows_first(x.movedim(1, -1) if self._channels else x, self._swapped)
+        return rows_first(x.movedim(1, -1) if self._channels else x, self.swapped)
 
 
 _KEPT_ROWS = 4

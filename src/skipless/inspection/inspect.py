@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,35 +78,29 @@ def inspect(
     batch = without_inference(batch)
     batch = with_decoder_ids(model, batch, labels)
     stacks = find_stacks(model, blocks)
-    theory = own_network(model) if blocks is None and padding(batch) is None else None  # whose rows share one Σ
-    streams = theory.config.heads if theory is not None and theory.config.scheme.by_head else 1
-    options = InspectOptions(picture=keep_kernels, kernel=theory is not None, several=len(stacks) > 1, streams=streams)
-    with _apart(model):
+    native = own_network(model) if blocks is None and padding(batch) is None else None  # whose rows share one Σ
+    streams = native.config.heads if native is not None and native.config.scheme.by_head else 1
+    options = InspectOptions(picture=keep_kernels, kernel=native is not None, several=len(stacks) > 1, streams=streams)
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
+    # autograd records, whatever is around, and random numbers that the model draws are put back
+    with torch.inference_mode(False), torch.random.fork_rng([*devices]), undisturbed(model):
         recorders = [_recorder(model, batch, stack, options) for stack in stacks]
         gradients, notes = _run(model, batch, recorders, _loss_of(model, labels, loss))
         complete = in_order(recorders)
         if not complete:
             raise ValueError(_not_run(recorders))
-        held, idle = _held(model, recorders, gradients)
+        weights, idle, beside = _held(model, recorders)
         seen = _probed(model, batch, complete)
     found = []
-    every = [_evidence(recorder, held, each) for recorder, each in zip(complete, seen, strict=True)]
+    every = [_evidence(each, gradients, weights, idle) for each in complete]
     for recorder, each, own in zip(complete, seen, every, strict=True):
-        evidence = replace(own, kin=_kin(recorder, complete, every))
-        if theory is not None:
-            evidence = replace(evidence, signals=_with_theory(evidence.signals, theory, recorder))
+        evidence = replace(own, wired=each.wired, leaks=each.leaks, kin=_kin(recorder, complete, every))
+        if native is not None:
+            evidence = replace(evidence, signals=_with_theory(evidence.signals, native, recorder))
         said = on_stack(model, recorder.blocks, evidence, each)
         found.append(judged(model, name, recorder, evidence, thresholds, said))
     whole = at_fault(found, recorders)
-    return replace(whole, notes=(*whole.notes, *notes, *idle_outside(idle)))
-
-
-@contextmanager
-def _apart(model: nn.Module) -> Generator[None]:
-    """In here autograd records whatever is around, and random numbers that the model draws are put back."""
-    devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
-    with torch.inference_mode(False), torch.random.fork_rng([*devices]), undisturbed(model):
-        yield
+    return replace(whole, notes=(*whole.notes, *notes, *idle_outside(beside)))
 
 
 def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: InspectOptions) -> Recorder:
@@ -211,24 +205,14 @@ def _not_run(recorders: Sequence[Recorder]) -> str:
     return f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]"
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """What blocks of all stacks hold, by the block's name: gradients, parameters, norms that do not normalise."""
-
-    gradients: Mapping[str, BlockGradients]
-    weights: Mapping[str, Mapping[str, Weight]]
-    idle: Mapping[str, Sequence[str]]
-
-
 def _held(
-    model: nn.Module, recorders: Sequence[Recorder], gradients: Mapping[str, BlockGradients]
-) -> tuple[_Held, Sequence[str]]:
-    """And the norms outside the blocks that do not normalise."""
+    model: nn.Module, recorders: Sequence[Recorder]
+) -> tuple[dict[str, Mapping[str, Weight]], dict[str, Sequence[str]], Sequence[str]]:
+    """By the block's name its parameters and its norms that do not normalise; and such norms outside the blocks."""
     every = [block for recorder in in_order(recorders) for block in recorder.blocks]
     names, modules = [name for name, _ in every], [module for _, module in every]
     *idle, beside = idle_norms([*(module.named_modules() for module in modules), _outside(model, recorders)])
-    weights = dict(zip(names, weights_of(modules), strict=True))
-    return _Held(gradients, weights, dict(zip(names, idle, strict=True))), beside
+    return dict(zip(names, weights_of(modules), strict=True)), dict(zip(names, idle, strict=True)), beside
 
 
 def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> list[Seen]:
@@ -262,18 +246,22 @@ def _watched(recorder: Recorder) -> Watched:
     return Watched(blocks, recorder.swapped, causal, bool(ahead), named)
 
 
-def _evidence(recorder: Recorder, held: _Held, seen: Seen) -> Evidence:
+def _evidence(
+    recorder: Recorder,
+    gradients: Mapping[str, BlockGradients],
+    weights: Mapping[str, Mapping[str, Weight]],
+    idle: Mapping[str, Sequence[str]],
+) -> Evidence:
+    """What was measured in a stack itself; the others are by block of all stacks."""
     names = [name for name, _ in recorder.blocks]
-    gradients, weights = [held.gradients[name] for name in names], [held.weights[name] for name in names]
+    taken, held = [gradients[name] for name in names], [weights[name] for name in names]
     return Evidence(
-        signals=recorder.signals(gradients, weights),
-        weights=weights,
-        gradients=[each.matrices for each in gradients],
-        unused=[each.unused for each in gradients],
-        wired=seen.wired,
-        leaks=seen.leaks,
-        cousins=[each for name, each in held.weights.items() if name not in names],
-        norms=[held.idle[name] for name in names],
+        signals=recorder.signals(taken, held),
+        weights=held,
+        gradients=[each.matrices for each in taken],
+        unused=[each.unused for each in taken],
+        cousins=[each for name, each in weights.items() if name not in names],
+        norms=[idle[name] for name in names],
         padded=recorder.options.mask is not None,
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.branches import LEFT
-from skipless.inspection.evidence import CUTS, Evidence, listed
+from skipless.inspection.evidence import CUTS, Evidence, listed, listed_blocks
 from skipless.inspection.gradients import Weight, reaches
 from skipless.inspection.inputs import own_network, readable
 from skipless.inspection.inspection import BlockSignal
@@ -271,12 +271,15 @@ def of_model(model: nn.Module, batch: Any, output: Any, cut: Sequence[str]) -> I
     logits = readable(output)
     if logits is None:
         return
-    if _probabilities(logits):
+    some = logits.detach()[:2].to(torch.float32)
+    if logits.shape[-1] < 2 or not bool((some >= 0).all()):
+        return
+    if bool((some.sum(-1) - 1.0).abs().max() < 1e-2):
         yield (
             "What the model gives are probabilities: none is negative and each location's sum to 1. Cross-entropy "
             "takes logits, since it has a softmax of its own: leave out the last one."
         )
-    elif _bounded(logits):
+    elif some.numel() >= _MANY and bool((some <= 1).all()):
         yield (
             "All numbers that the model gives lie between 0 and 1, as behind a sigmoid. Cross-entropy takes logits, of "
             "any size: leave out what bounds them."
@@ -295,13 +298,6 @@ def _embedding_cut(model: nn.Module, cut: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _probabilities(logits: Tensor) -> bool:
-    if logits.shape[-1] < 2:
-        return False
-    some = logits.detach()[:2].to(torch.float32)
-    return bool((some >= 0).all()) and bool((some.sum(-1) - 1.0).abs().max() < 1e-2)
-
-
 @torch.no_grad()
 def _positions(model: nn.Module) -> Iterator[str]:
     """Tables of positions in which one is the same as the one before it. Zeros are a known way to start."""
@@ -314,11 +310,6 @@ def _positions(model: nn.Module) -> Iterator[str]:
                 f"{int(count)} of the {len(table)} rows of {name} are the same as the row before them, so that "
                 "these positions are not told apart."
             )
-
-
-def _bounded(logits: Tensor) -> bool:
-    some = logits.detach()[:2].to(torch.float32)
-    return some.numel() >= _MANY and some.shape[-1] > 1 and bool((some >= 0).all() & (some <= 1).all())
 
 
 def _frozen_outside(model: nn.Module) -> Iterator[str]:
@@ -361,7 +352,7 @@ def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
     if any(still) and not all(still):
         which = [name for name, frozen in zip(names, still, strict=True) if frozen]
         verb = "is frozen: its parameters do" if len(which) == 1 else "are frozen: their parameters do"
-        yield f"{_blocks(which)} {verb} not learn. If that is not meant: requires_grad_(True)."
+        yield f"{listed_blocks(which)} {verb} not learn. If that is not meant: requires_grad_(True)."
     learning = [{label: p.requires_grad for label, p in block.named_parameters()} for _, block in blocks]
     for name, own in zip(names, learning, strict=True):
         odd = [
@@ -430,8 +421,8 @@ def _shared(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
             groups.setdefault(tuple(found), []).append(labels[key])
     for found, shared in groups.items():
         yield (
-            f"{_blocks([names[index] for index in found])} share {listed(shared)}: they are the same parameters. If "
-            "that is not meant: make a module for each block."
+            f"{listed_blocks([names[index] for index in found])} share {listed(shared)}: they are the same parameters. "
+            "If that is not meant: make a module for each block."
         )
 
 
@@ -469,11 +460,5 @@ def _untied(model: nn.Module) -> Iterator[str]:
 
 
 def _in_blocks(names: Sequence[str]) -> str:
-    which = _blocks(names).rstrip(",")
+    which = listed_blocks(names).rstrip(",")
     return f"In {which[0].lower()}{which[1:]},"
-
-
-def _blocks(names: Sequence[str]) -> str:
-    if len(names) > 4:
-        return f"{len(names)} blocks, from {names[0]} to {names[-1]},"
-    return f"Blocks {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"Block {names[0]}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.evidence import Evidence, listed, odd_parameters
+from skipless.inspection.evidence import Evidence, listed, listed_blocks, odd_parameters
 from skipless.inspection.gradients import Weight
 from skipless.inspection.stacks import Block
 from skipless.inspection.statistics import fetched
@@ -58,7 +58,7 @@ def _sizes(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     """Parameters of another size than those of the same name in the other blocks."""
     weights = evidence.weights
     for block, name in enumerate(names, start=1):
-        said = {label for label, _ in odd_parameters(weights, evidence.cousins, block)}
+        said = {label for label, _ in odd_parameters(evidence, block)}
         ratios = {n: r for n in weights[block - 1] if n not in said and (r := _ratio(weights, n, block)) is not None}
         if not ratios:
             continue
@@ -296,11 +296,10 @@ def _copies(blocks: Sequence[Block], names: Sequence[str], weights: Sequence[Map
     for same, labels in found.items():
         every = len(labels) == len(matrices) > 1
         if every or len(same) < sum(labels[0] in own for own in weights):
-            which = f"{len(same)} blocks, from {names[same[0]]} to {names[same[-1]]}," if len(same) > 4 else ""
-            which = which or f"Blocks {', '.join(names[each] for each in same[:-1])} and {names[same[-1]]}"
+            which, what = listed_blocks([names[each] for each in same]), "weights" if every else listed(labels)
             yield (
-                f"{which} hold the same {'weights' if every else listed(labels)}. If that is not meant: look for a "
-                "copy of one block, and for a checkpoint whose names are off by one."
+                f"{which} hold the same {what}. If that is not meant: look for a copy of one block, and for a "
+                "checkpoint whose names are off by one."
             )
 
 

@@ -232,13 +232,11 @@ def _nothing_found(model: nn.Module, lists: Sequence[Block]) -> str:
             f"{plain} of {type(model).__name__} is a plain list of modules: parameters() does not see them, so an "
             f"optimizer does not either; make it a list that torch knows: nn.ModuleList({plain.rpartition('.')[2]})"
         )
-    longest = max(
-        (pair for pair in lists if pair[0]), key=lambda pair: len([*pair[1].children()]), default=("", model)
-    )[0]
+    named = (pair for pair in lists if pair[0])
+    longest = max(named, key=lambda pair: len([*pair[1].children()]), default=("encoder", model))[0]
     return (
         f"{type(model).__name__} has no list of modules that each hold attention (lists seen: {seen or 'none'}); "
-        f"name its blocks: blocks=['{longest or 'encoder'}.0', '{longest or 'encoder'}.1', …] or "
-        f"blocks='{longest or 'encoder'}'"
+        f"name its blocks: blocks=['{longest}.0', '{longest}.1', …] or blocks='{longest}'"
     )
 
 

@@ -193,10 +193,8 @@ def _card(index: int, inspection: Inspection, name: str) -> str:
     advice = (
         f'<p class="advice"><b>What to change:</b> {_breakable(inspection.advice)}</p>' if inspection.advice else ""
     )
-    doubted = f"; {len(inspection.doubts)} thing{'s' * (len(inspection.doubts) > 1)} to look at" * bool(
-        inspection.doubts
-    )
-    doubted *= not verdict.lost
+    doubts = 0 if verdict.lost else len(inspection.doubts)
+    doubted = f"; {doubts} thing{'s' * (doubts > 1)} to look at" * (doubts > 0)
     advice += "".join(f'<p class="advice"><b>Note:</b> {_breakable(note)}</p>' for note in inspection.notes)
     return (
         f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
