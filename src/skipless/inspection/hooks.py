@@ -217,9 +217,10 @@ class Recorder:
             except ValueError as error:
                 self.refused = str(error)
                 return None
+            recorded = torch.is_grad_enabled() and not self.live
             if index == 1:
                 self.started = time.perf_counter()
-                self.cut = not x.requires_grad and not self.live and torch.is_grad_enabled()
+                self.cut = recorded and not x.requires_grad
                 if self.cut and is_called(module):
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = exchanged(args, kwargs, x, lifted)
@@ -230,9 +231,9 @@ class Recorder:
                 if not self._accepts(self._rows(x)):
                     return None
                 self._note(0, x)
-            if index > 1 and not self.live and torch.is_grad_enabled():
+            elif recorded:
                 self.joined[index] = x.requires_grad
-            if x.requires_grad and torch.is_grad_enabled() and not self.live and is_called(module):
+            if recorded and x.requires_grad and is_called(module):
                 old, x = x, x.clone()  # so that what this block hands back is told from what hooks make of it
                 changed = exchanged(*(changed or (args, kwargs)), old, x)
                 x.register_hook(lambda gradient: self._arrived(index, gradient, self._returned))

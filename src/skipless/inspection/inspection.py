@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,19 +204,12 @@ class Inspection:
         certificate = judge(list(states), unjudged, normalised=normalised)
         cosines = np.stack([_cosines(state) for state in states])
         blocks = tuple(
-            BlockSignal(
-                block=at.block,
-                name=_name(at.block),
-                norm_min=at.diagonal_min,
-                norm_mean=at.diagonal_mean,
-                norm_max=at.diagonal_max,
-                cosine_mean=at.mean_cosine,
-                cosine_quantiles=_quantiles(cosine),
-                effective_rank=at.effective_rank,
+            replace(
+                _certified(asdict(at), cosine),
                 stable_rank=kernels.stable_rank(state) if np.isfinite(cosine).all() else _NAN,
                 collapse=kernels.rank_one_residual(state) if np.isfinite(cosine).all() else _NAN,
-                kurtosis=_NAN,
-                outlier=_NAN,
+                gradient_mean=None,
+                gradient_max=None,
             )
             for at, state, cosine in zip(certificate.reports, states, cosines, strict=True)
         )
@@ -275,10 +268,9 @@ def _check_blocks(blocks: Sequence[BlockSignal], verdict: Verdict, stack: np.nda
 def _block(entry: Mapping[str, Any]) -> BlockSignal:
     known = {each.name for each in fields(BlockSignal)}
     values = {name: value for name, value in entry.items() if name in known}
-    for name in ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "stable_rank"):
-        values[name] = _number(values[name])
-    for name in ("collapse", "kurtosis", "outlier"):
-        values[name] = _number(values[name])
+    for each in fields(BlockSignal):
+        if each.type is float:
+            values[each.name] = _number(values[each.name])
     for name in ("parameter_gradients", "parameter_sizes", "predicted"):
         if isinstance(values.get(name), dict):
             values[name] = {kind: _number(value) for kind, value in values[name].items()}

@@ -120,7 +120,9 @@ _WIRED: dict[Callable[[Wired], Sequence | bool | None], str] = {
     lambda wired: wired.straight: "what {0} gives goes to {1} as it is, so that the two are one linear map: an "
     "activation between them is missing.",
     lambda wired: wired.open_gate: "what {0} and {1} give is multiplied as it is: the activation of a gate is missing.",
-    lambda wired: wired.sums and not _are_one(wired.sums) and wired.sums: "the weights by which attention takes values "
+    lambda wired: (
+        None if all(abs(each - 1.0) < _SUM for each in wired.sums or ()) else wired.sums
+    ): "the weights by which attention takes values "
     "do not sum to 1 for each query, but to {0:.2g} … {1:.2g}. Look for a softmax that is missing, runs over another "
     "axis than that of keys, or is followed by a mask or a factor.",
     lambda wired: wired.double: "a softmax reads what a softmax gives. Leave one of them out.",
@@ -136,10 +138,6 @@ def _wired(names: Sequence[str], every: Sequence[Wired]) -> Iterator[str]:
         if found:
             first = next(iter(found.values()))
             yield f"{_in_blocks([*found])} {words.format(*(first if isinstance(first, tuple) else ()))}"
-
-
-def _are_one(sums: tuple[float, float]) -> bool:
-    return all(abs(each - 1.0) < _SUM for each in sums)
 
 
 def _first_hidden(names: Sequence[str], evidence: Evidence) -> Iterator[str]:

@@ -10,6 +10,7 @@ that only the row between says whether rows see each other.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -140,13 +141,16 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: boo
         unsteady = [_first_apart(x, y) for x, y in zip(before.states, again.states, strict=True)]
         if any(each is not None for each in unsteady):
             return [Seen(unsteady=each) for each in unsteady]  # so a change says nothing
-    wired, start = [], 0
-    for stack in stacks:
-        wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
-        start += len(stack.blocks)
+    wired = iter(wiring.found)
     return [
-        replace(each, read=read if own and not each.leaks else None, wired=parts, early=early, reads=own)
-        for each, parts, own in zip(found, wired, reads, strict=True)
+        replace(
+            each,
+            read=read if own and not each.leaks else None,
+            wired=tuple(islice(wired, len(stack.blocks))),
+            early=early,
+            reads=own,
+        )
+        for each, stack, own in zip(found, stacks, reads, strict=True)
     ]
 
 
@@ -338,7 +342,9 @@ def _run(
     entered: list[list[Tensor]] = [[] for _ in stacks]
     with ExitStack() as hooks:
         for stack, states, first in zip(stacks, given, entered, strict=True):
-            hooks.enter_context(listening(stack.blocks, _entering(first, stack.swapped), _kept(states, stack.swapped)))
+            hooks.enter_context(
+                listening(stack.blocks, _entering(first, stack.swapped), _leaving(states, stack.swapped))
+            )
         args, kwargs = model_inputs(model, batch)
         with watch or nullcontext(), BaseTorchFunctionMode():  # under a mode, torch's layers run alike in every run
             output = model(*args, **kwargs)
@@ -358,7 +364,7 @@ def _entering(entered: list[Tensor], swapped: bool):
     return lambda index: hook
 
 
-def _kept(states: list[Tensor], swapped: bool):
+def _leaving(states: list[Tensor], swapped: bool):
     def hook(module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
         states.append(rows_first(hidden(out), swapped).float())
 

@@ -36,7 +36,7 @@ def set_apart(blocks: Sequence[Block], names: Sequence[str], evidence: Evidence)
     yield from _emptied(names, evidence.weights)
     if len(blocks) >= _FEWEST:
         held = [_held(block) for _, block in blocks]
-        odd = sorted(_apart(held), key=lambda each: each[:2])
+        odd = sorted(_differences(held), key=lambda each: each[:2])
         yield from _numbers(names, odd)
         yield from _classes(names, odd)
         yield from _lacking(names, odd, held)
@@ -115,7 +115,7 @@ def _times(ratio: float) -> str:
 
 
 Held = Mapping[tuple[str, str], Hashable]  # of a module's name and an attribute's
-Apart = tuple[int, tuple[str, str], Any, Any]  # block from 0, where, its own value, that of all others
+Difference = tuple[int, tuple[str, str], Any, Any]  # block from 0, where, its own value, that of all others
 
 
 def _held(block: nn.Module) -> Held:
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Hashable:
     return ("None", None) if value is None else None
 
 
-def _apart(held: Sequence[Held]) -> Iterator[Apart]:
+def _differences(held: Sequence[Held]) -> Iterator[Difference]:
     for place in {place for each in held for place in each}:
         values = [each.get(place) for each in held]
         odd = _odd(values)
@@ -149,7 +149,7 @@ def _apart(held: Sequence[Held]) -> Iterator[Apart]:
             yield odd, place, values[odd], values[odd - 1]
 
 
-def _numbers(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
+def _numbers(names: Sequence[str], found: Sequence[Difference]) -> Iterator[str]:
     """A number or a function that one block has and no other. Whole numbers may be flags and windows, and are not said
     to be odd."""
     for odd, (module, word), own, others in found:
@@ -171,7 +171,7 @@ def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value).removeprefix("torch.")
 
 
-def _classes(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
+def _classes(names: Sequence[str], found: Sequence[Difference]) -> Iterator[str]:
     """A module of another class in one block, whose parameters have the shapes of the others'. Where one of the two
     does nothing, the block is made so, unless it is an activation that is missing."""
     shaped = {odd for odd, (_, word), *_ in found if word.startswith("shape of ")}
@@ -186,7 +186,7 @@ def _classes(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
         )
 
 
-def _lacking(names: Sequence[str], found: Sequence[Apart], held: Sequence[Held]) -> Iterator[str]:
+def _lacking(names: Sequence[str], found: Sequence[Difference], held: Sequence[Held]) -> Iterator[str]:
     """A parameter that one block's module does not have, though it is of the others' class."""
     for odd, (module, word), own, others in found:
         alike = len({each.get((module, "class")) for each in held}) == 1
@@ -248,7 +248,7 @@ def _operations(names: Sequence[str], held: Sequence[Held], evidence: Evidence) 
         return
     called = [each.operations for each in evidence.wired]
     odd = _odd([frozenset(each.items()) for each in called])
-    if odd is None or any(block == odd for block, *_ in _apart(held)) or any("expert" in n for n, _ in held[odd]):
+    if odd is None or any(block == odd for block, *_ in _differences(held)) or any("expert" in n for n, _ in held[odd]):
         return  # built otherwise, so it is meant; experts are called as tokens come
     common = called[odd - 1]
     more, less = called[odd] - common, common - called[odd]

@@ -276,7 +276,7 @@ class Wiring(TorchFunctionMode):
         if self._scores is not None and self._scores[0].shape == scores.shape[1:]:
             products, width = self._scores
             self._heads(index, width, scores.shape[1])
-            self._scales.setdefault(index, []).append((_together(products, scores[0]), width**0.5))
+            self._scales.setdefault(index, []).append((_covariance(products, scores[0]), width**0.5))
         self._scores, self._weights = None, out
 
     def _values(self, index: int, v: Tensor) -> None:
@@ -393,7 +393,7 @@ def _gain(gram: np.ndarray, width: int) -> float | None:
     return gain if chance < _CHANCE else None
 
 
-def _together(products: Tensor, scores: Tensor) -> Tensor:
+def _covariance(products: Tensor, scores: Tensor) -> Tensor:
     """(2, 2), what products of queries and keys and scores vary by and together, over keys that no mask hides."""
     seen = (scores > _HIDDEN) & torch.isfinite(products)
     both = torch.stack([products, scores]).to(wide(scores)).where(seen, 0.0).flatten(1)
