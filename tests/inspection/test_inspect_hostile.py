@@ -202,6 +202,7 @@ def test_a_stack_is_asked_by_the_ids_that_enter_it():
     model, batch = Pair(), (IDS, IDS.flip(0)[:, :10])
     for given in (batch, dict(zip(("source", "target"), batch, strict=True))):
         assert inspect(model, given).healthy
+        assert inspect(model, given, blocks="others").healthy
     model.others[1].causal = False
     found = inspect(model, batch)
     assert (found.verdict.kind, found.verdict.block, found.blocks[2].name) == ("leak", 2, "others.1")

@@ -17,10 +17,7 @@ _UNIFORM = 1e-13
 _SATURATED = 0.03  # spread of attention that chooses one key
 _STILL_APART = 0.8  # mean cosine of locations that attention can choose between
 _MADE_UP = 0.1  # how near the product of two blocks' factors comes to 1 where the second takes the first one's back
-_CHANGES = (
-    "a sum that adds its input twice, a factor, a sum that is missing, or a norm on the stream itself instead of on a "
-    "branch"
-)
+_CHANGES = "a sum that adds its input twice, a factor, or a norm on the stream itself instead of on a branch"
 _CHOOSING = 0.12  # spread below which attention of all blocks together is called saturated
 
 
@@ -83,7 +80,7 @@ def other_gain(evidence: Evidence, each: BlockSignal) -> Fault | None:
             f"Block {each.block} ({each.name}) gives nearly the same for twice its input, the other blocks do not: its "
             "shortcut is normalised or missing."
         )
-    return blame(each, "fault", text, f"Look for the shortcut of {each.name}: {_CHANGES}.")
+    return blame(each, "fault", text, f"Look for the shortcut of {each.name}: a sum that is missing, {_CHANGES}.")
 
 
 def other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:

@@ -60,7 +60,8 @@ def inspect(
 
     model: any PyTorch transformer, or a folder that save_pretrained wrote. Its weights, gradients, mode and hooks are
         left as they were; it runs in evaluation mode.
-    batch: token ids (rows, T), images, or a mapping of the model's arguments; padding by attention_mask is left out.
+    batch: token ids (rows, T), images, or a mapping or a tuple of the model's arguments; padding by attention_mask is
+        left out.
     blocks: every stack is found by find_stacks unless one is named.
     labels: gradients are then of the cross-entropy (next-token for causal language models, −100 ignored); loss, of
         loss(output). With neither, they are of one independent random unit gradient per location at the last block's

@@ -124,16 +124,17 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: boo
     predicts = predicts_next(model) and "XLNet" not in type(model).__name__
     differ = not torch.equal(plain[0], plain[1]), not torch.equal(plain[0], plain[2])
     of_images = plain.is_floating_point()
+    paired = id_keys(batch)[1] is not None
     entered = zip(before.entered, after.entered, strict=True)
-    reads = [len(stacks) == 1 or not all(map(torch.equal, x, y)) for x, y in entered]
+    reads = [second or not paired or not all(map(torch.equal, x, y)) for x, y in entered]
     found = []
     for x, y, stack, own in zip(before.states, after.states, stacks, reads, strict=True):
         compared = _Compared.of(x, y) if x and y and own else []
         causal = predicts or stack.masked or (second and stack.decoder) or (stack.attends and _one_ahead(compared))
         found.append(_of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal))
-    last = len(stacks) == 1 and not of_images  # an encoder is followed by what gives the answer
-    paired = not of_images and reads.count(True) == 1 and id_keys(batch)[1] is not None
-    read = _changed(before.output, after.output) if last or paired else None
+    last = reads == [True] and not of_images  # an encoder is followed by what gives the answer
+    alone = last or (paired and not of_images and reads.count(True) == 1)
+    read = _changed(before.output, after.output) if alone else None
     early = last and _early(before, after)
     if early or any(each.leaks or each.ordered is False for each in found):
         again = _run(model, _with_rows(whole, name, plain), stacks)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from skipless.inspection.attention import SOFTMAX
 from skipless.inspection.hooks import exchanged
 from skipless.inspection.stacks import hidden, is_called, listening
 from skipless.inspection.statistics import fetched, wide
 
 _LINEAR = (F.linear, torch.addmm)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "softplus", "hardswish")
 INPUT = " of the block's input"  # of calls that read it
 # Calls that compute nothing, as of hooks that only listen.
@@ -220,7 +220,7 @@ class Wiring(TorchFunctionMode):
             lists = [arg if isinstance(arg, tuple | list) else (arg,) for arg in (*args, *kwargs.values())]
             operands = [each for one in lists for each in one if isinstance(each, Tensor)]
             self._product(index, func, operands, out)
-        elif func in _SOFTMAX and out.dim() == 4:
+        elif func in SOFTMAX and out.dim() == 4:
             axis = args[1] if len(args) > 1 else kwargs.get("dim")
             self._softmax(index, args[0] if args else kwargs["input"], out if axis in (-1, 3) else None)
         elif _plain(func) == "mul" and len(args) == 2 and all(isinstance(each, Tensor) for each in args):
