@@ -66,7 +66,7 @@ def _finite(numbers: Iterable[float | None]) -> dict[int, float]:
 
 def at(each: BlockSignal) -> str:
     """The place of a signal in words."""
-    return "at the input, before any block" if each.block == 0 else f"at block {each.block} ({each.name})"
+    return "at the input, before any block" if each.block == 0 else f"at block {each.which}"
 
 
 def blame(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault:

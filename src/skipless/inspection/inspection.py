@@ -84,6 +84,11 @@ class BlockSignal:
     joined: bool | None = None
 
     @property
+    def which(self) -> str:
+        """The block's number and name, as sentences have them."""
+        return f"{self.block} ({self.name})"
+
+    @property
     def query_key_gradient(self) -> float | None:
         """Gradient norm of queries and keys over that of values and outputs: it vanishes where locations coincide.
 

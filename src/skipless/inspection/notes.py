@@ -36,7 +36,7 @@ _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 def on_stack(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
     """A sentence or two on each thing about a stack of blocks."""
-    names = [f"{number} ({name})" for number, (name, _) in enumerate(blocks, start=1)]
+    names = [each.which for each in evidence.signals[1:]]
     yield from _probed(names, seen)
     yield from _frozen(blocks, names)
     yield from _dropped(blocks)
