@@ -204,8 +204,9 @@ def test_a_stack_is_asked_by_the_ids_that_enter_it():
         assert inspect(model, given).healthy
         assert inspect(model, given, blocks="others").healthy
     model.others[1].causal = False
-    found = inspect(model, batch)
-    assert (found.verdict.kind, found.verdict.block, found.blocks[2].name) == ("leak", 2, "others.1")
+    for source in (IDS, torch.full_like(IDS, 5)):  # of one token nothing can be asked
+        found = inspect(model, (source, IDS.flip(0)[:, :10]))
+        assert (found.verdict.kind, found.verdict.block, found.blocks[2].name) == ("leak", 2, "others.1")
 
 
 def test_the_answer_of_a_decoder_is_not_held_against_the_encoder():

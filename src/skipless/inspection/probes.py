@@ -115,7 +115,7 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: boo
     whole = _whole_rows(batch)
     asked = None if whole is None else _questions(model, whole, second)
     if whole is None or asked is None:
-        return [Seen()] * len(stacks)
+        return [Seen(reads=False)] * len(stacks)
     name, plain, changed = asked
     blocks = [(block, stack.swapped) for stack in stacks for block in stack.blocks]
     wiring = Wiring([block for block, _ in blocks], [swapped for _, swapped in blocks])
