@@ -37,6 +37,7 @@ from skipless.inspection.wiring import Wired, Wiring
 # kernel may differ in rounding.
 _SEEN, _MIXED = 1e-6, 1e-3
 _ORDER = 3e-6  # the same of tokens in another order, over the norm; rounding comes to a tenth of it
+_CONTEXT = 3e-4  # how far apart the last location is, over its norm, where others are, so that it sees them
 _ASKED = 0.1  # how far apart two rows have to be, over their norm, so that an order of tokens can be told
 _PADDING = 1e-5  # the same of other padding
 _DROWNED = 0.004  # how far apart two rows are, over their norm, where their tokens hardly matter
@@ -302,15 +303,16 @@ def _leaks(compared: Sequence[_Compared], differ: bool, causal: bool) -> dict[st
 
 
 def _ordered(compared: Sequence[_Compared]) -> bool | None:
-    """Whether the last location tells orders of the tokens before it apart; None where it does not see them, as behind
-    outputs that start at zero.
+    """Whether the last location tells orders of the tokens before it apart; None where it hardly sees them, as behind
+    outputs that start at zero, or a LayerScale.
 
     Of what looks both ways, after all blocks. Of what looks back, after the first: its mask tells orders apart later,
     since each location has then gathered what came before it.
     """
     back = not compared[0].change[0, :-1].any()
     each = compared[0 if back else -1]
-    return bool(each.swap[0] > _ORDER * each.norms[0, -1]) if each.between[-1] > _ORDER * each.norms[0, -1] else None
+    norm = each.norms[0, -1]
+    return bool(each.swap[0] > _ORDER * norm) if each.between[-1] > _CONTEXT * norm else None
 
 
 def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
