@@ -258,9 +258,9 @@ def _one_ahead(compared: Sequence[_Compared]) -> bool:
 
 
 def _told_apart(first: _Compared) -> float:
-    """The lower median over locations of the distance between two rows, over their norm."""
+    """The median over locations, but for the last, of the distance between two rows, over their norm."""
     norms = (first.norms[0] + first.norms[1]) / 2
-    return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) - 1) // 2])
+    return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) + 1) // 2])
 
 
 def drowned(seen: Seen) -> bool:
