@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import torch
@@ -18,10 +19,10 @@ from skipless.model.transformer import Transformer
 SMALL = ("--width", "32", "--heads", "4", "--length", "24")
 
 
-def invoke(*arguments: str):
+def invoke(*arguments: str, **env: str):
     app = typer.Typer()
     app.command()(cli.command)
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, list(arguments), env=env)
 
 
 def test_a_preset_that_collapses_fails_the_check(tmp_path):
@@ -56,6 +57,15 @@ def test_short_names_of_presets_are_those_of_train():
     result = invoke("mirrored", "--depth", "2", "--width", "32", "--heads", "2", "--length", "16")
     assert result.exit_code == 0
     assert "mirrored: The signal survives all 2 blocks" in result.output
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_narrow_terminal_gets_whole_numbers_in_further_tables(width):
+    result = invoke("wikitext103/e-spa", *SMALL, FORCE_COLOR="1", COLUMNS=str(width))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.output).partition("cosine   ▁")[0]  # what precedes the strips
+    assert "…" not in plain
+    assert all(title in plain for title in ("gradient²", "kurtosis", "theory: norm²", "theory: cosine"))
+    assert len(re.findall(r"^ *block  ", plain, flags=re.M)) == (2 if width == 80 else 1)
 
 
 def test_a_family_is_built_and_healthy():

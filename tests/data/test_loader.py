@@ -138,7 +138,7 @@ def test_errors_name_the_nearest_value(store):
         TokenLoader(store, 10, 10, world=4)
     with pytest.raises(ValueError, match="batch_size is 0; it must be at least 1"):
         TokenLoader(store, 10, 0)
-    with pytest.raises(ValueError, match="batch_size is 4.5; it must be a whole number"):
+    with pytest.raises(ValueError, match=r"batch_size is 4\.5; it must be a whole number"):
         TokenLoader(store, 10, 4.5)
     with pytest.raises(ValueError, match=rf"use length ≤ {len(store) - 1}"):
         TokenLoader(store, len(store), 1)

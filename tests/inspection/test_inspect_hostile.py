@@ -95,6 +95,11 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(loss, words):
         inspect(Tower(), IDS, loss=loss)
 
 
+def test_labels_of_a_detached_answer_are_refused():
+    with pytest.raises(ValueError, match="what the model gives is detached from its parameters"):
+        inspect(Tower(give=lambda logits: logits.detach()), IDS, labels=IDS)
+
+
 def under_no_grad(block, x):
     with torch.no_grad():
         return block(x)
@@ -151,3 +156,85 @@ class Einsum(nn.Module):
         )
         scores = torch.einsum("bhqd,bhkd->bhqk", (q, k)) / q.shape[-1] ** 0.5
         return torch.einsum("bhqk,bhkd->bhqd", (scores.softmax(-1), v)).transpose(1, 2).flatten(2), None
+
+
+class Causal(Block):
+    """causal: whether it looks back only."""
+
+    causal = True
+
+    def forward(self, x):
+        y = self.norm(x)
+        mask = torch.full((x.shape[1],) * 2, -torch.inf).triu(1) if self.causal else None
+        return x + self.attention(y, y, y, attn_mask=mask, need_weights=False)[0]
+
+
+class Across(Causal):
+    """And reads what another stack gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.across = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x, memory):
+        x = super().forward(x)
+        return x + self.across(x, memory, memory, need_weights=False)[0]
+
+
+class Pair(Tower):
+    """Two stacks, each with ids of its own, under names that do not tell which they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList([Across() for _ in range(3)])
+
+    def forward(self, source, target):
+        x, y = (self.table(ids) + self.positions[: ids.shape[1]] for ids in (source, target))
+        for block in self.blocks:
+            x = block(x)
+        for block in self.others:
+            y = block(y, x)
+        return self.head(y)
+
+
+def test_a_stack_is_asked_by_the_ids_that_enter_it():
+    """Each location of the second sees all of the first one's ids, and no later one of its own."""
+    model, batch = Pair(), (IDS, IDS.flip(0)[:, :10])
+    for given in (batch, dict(zip(("source", "target"), batch, strict=True))):
+        assert inspect(model, given).healthy
+        assert inspect(model, given, blocks="others").healthy
+    model.others[1].causal = False
+    for source in (IDS, torch.full_like(IDS, 5)):  # of one token nothing can be asked
+        found = inspect(model, (source, IDS.flip(0)[:, :10]))
+        assert (found.verdict.kind, found.verdict.block, found.blocks[2].name) == ("leak", 2, "others.1")
+
+
+def test_the_answer_of_a_decoder_is_not_held_against_the_encoder():
+    """Whose locations hardly see each other where its outputs start at zero, while the decoder sees all of them."""
+    model = Pair()
+    for block in model.blocks:
+        nn.init.zeros_(block.attention.out_proj.weight)
+    assert not inspect(model, (IDS, IDS.flip(0))).doubts
+
+
+@pytest.mark.parametrize("ids", [IDS % 2, (IDS % 2,)])
+def test_tokens_may_be_bits(ids):
+    model = Tower()
+    model.blocks = nn.ModuleList([Causal() for _ in range(4)])
+    assert inspect(model, ids).healthy
+    model.blocks[2].causal = False
+    found = inspect(model, ids)
+    assert (found.verdict.kind, found.verdict.block) == ("leak", 3)
+
+
+def test_positions_are_not_asked_for_where_no_location_sees_another():
+    """As where attention's outputs start at zero, or so near to it that an order is lost in rounding."""
+    model = Tower()
+    for size in (0.0, 1e-5):
+        for block in model.blocks:
+            nn.init.normal_(block.attention.out_proj.weight, std=size)
+        assert not inspect(model, IDS).doubts
+    nn.init.zeros_(model.positions)
+    for block in model.blocks:
+        nn.init.normal_(block.attention.out_proj.weight, std=0.3)
+    assert any("does not see positions" in note for note in inspect(model, IDS).doubts)

@@ -54,7 +54,7 @@ def added(block) -> None:
         (bias, "ln1.bias (where theirs are zero)"),
         (matrix, "fc.weight (2 times larger)"),
         (norm, "ln1.weight (1.1 times larger)"),
-        (added, "It has, beyond theirs: a sum, add; a product, mul(0.001)."),
+        (added, "It has, beyond theirs: a sum (add); a product (mul(0.001))."),
     ],
 )
 def test_the_odd_block_is_noted(minigpt, change, words):

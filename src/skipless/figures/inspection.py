@@ -78,8 +78,8 @@ def _kernels(page: Page, found: Inspection, top: float) -> None:
     for column, block in enumerate(chosen):
         left = _LEFT + column * (panel + 0.12)
         show_cosines(page.axes(left, top, panel, panel), found.kernels[block])
-        words = block_name(block) + f"   {found.blocks[block].cosine_mean + 0.0:.2f}".replace("-0.00", "0.00")
-        page.text(left + panel / 2, top - 0.06, words, fontsize=8, ha="center", va="bottom")
+        cosine = f"{found.blocks[block].cosine_mean:z.2f}".replace("nan", "–")
+        page.text(left + panel / 2, top - 0.06, f"{block_name(block)}   {cosine}", fontsize=8, ha="center", va="bottom")
 
 
 def _norms(axes: Axes, found: Inspection) -> None:

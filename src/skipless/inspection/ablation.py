@@ -95,12 +95,8 @@ def readout_losses(model: Transformer, fitted: Tensor, rows: Tensor) -> list[flo
 def _states(model: Transformer, tokens: Tensor) -> tuple[list[Tensor], Tensor]:
     """X_0 … X_L of the blocks, and what the unembedding reads: X_L after the final norm, where there is one."""
     given: list[Tensor] = []
-    hooks = [block.register_forward_hook(lambda _, __, x: given.append(x)) for block in model.each_block()]
-    try:
+    with listening([*model.each_block()], after=lambda index: lambda *passed: given.append(passed[-1])):
         last = model.hidden(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [model.embed(tokens), *given], last
 
 
@@ -143,20 +139,16 @@ def outliers(model: Transformer, rows: Tensor) -> list[Outliers]:
     """Of every block, over rows of T+1 tokens."""
     sums: dict[nn.Module, Tensor] = {}  # of each matrix: count, Σx², Σx⁴, max|x|
 
-    def listen(layer: nn.Module, args: tuple) -> None:
+    def listen(layer: nn.Module, args: tuple, kwargs: dict) -> None:
         x = args[0].double()
         seen = torch.stack([torch.as_tensor(float(x.numel())).to(x), x.pow(2).sum(), x.pow(4).sum(), x.abs().max()])
         before = sums.get(layer, torch.zeros_like(seen))
         sums[layer] = torch.cat([before[:3] + seen[:3], torch.maximum(before[3:], seen[3:])])
 
     blocks = [[m for m in block.modules() if isinstance(m, nn.Linear)] for block in model.each_block()]
-    hooks = [layer.register_forward_pre_hook(listen) for layers in blocks for layer in layers]
-    try:
+    with listening([layer for layers in blocks for layer in layers], before=lambda index: listen):
         for part in rows.split(_ROWS):
             model.hidden(part[:, :-1])
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [_worst([sums[layer] for layer in layers]) for layers in blocks]
 
 

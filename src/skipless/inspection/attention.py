@@ -86,7 +86,7 @@ def _sums(weights: Tensor, visible: Tensor, places: Tensor) -> Tensor:
     return values.where(keys > 1, 0.0).flatten(1).sum(-1)
 
 
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
 
 class AttentionWatch(TorchFunctionMode):
@@ -166,7 +166,7 @@ def _seen(func, args: tuple, kwargs: dict, out) -> Tensor | None:
     if func is F.multi_head_attention_forward:
         return _of_torch_module(inspect.signature(func).bind(*args, **kwargs).arguments)
     square = isinstance(out, Tensor) and out.dim() in (3, 4) and out.shape[-1] == out.shape[-2] > 1
-    if func in _SOFTMAX and square and _over_keys(args, kwargs, out.dim()):
+    if func in SOFTMAX and square and _over_keys(args, kwargs, out.dim()):
         given = args[0] if args else kwargs["input"]
         scores = given if out.dim() == 4 else given[None, :MOST_ROWS]
         rows, heads, length, _ = scores.shape

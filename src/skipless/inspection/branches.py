@@ -17,6 +17,7 @@ _UNIFORM = 1e-13
 _SATURATED = 0.03  # spread of attention that chooses one key
 _STILL_APART = 0.8  # mean cosine of locations that attention can choose between
 _MADE_UP = 0.1  # how near the product of two blocks' factors comes to 1 where the second takes the first one's back
+_CHANGES = "a sum that adds its input twice, a factor, or a norm on the stream itself instead of on a branch"
 _CHOOSING = 0.12  # spread below which attention of all blocks together is called saturated
 
 
@@ -33,7 +34,7 @@ def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if median_low(others) < _KEPT and not (len(kept) < 6 and max(others) > _KEPT):
         return None
     text = (
-        f"Block {each.block} ({each.name}) does not carry its input on: of what tells locations apart it keeps "
+        f"Block {each.which} does not carry its input on: of what tells locations apart it keeps "
         f"{kept[each.block]:z.2f}, the others {median(others):.2f}."
     )
     look = f"Look for the shortcut of {each.name}: a sum that is missing or misplaced, or locations in another order."
@@ -48,7 +49,7 @@ def cut_shortcut(evidence: Evidence) -> Fault | None:
         lost = (each.kept or 0.0) > _WHOLE and back.get(each.block, 1.0) < LEFT
         if lost and len(others) > 1 and median_low(others) > _WHOLE:
             text = (
-                f"The shortcut of block {each.block} ({each.name}) hands no gradient back: of the one that reaches it, "
+                f"The shortcut of block {each.which} hands no gradient back: of the one that reaches it, "
                 f"it keeps {back[each.block]:z.2f}, the others {median(others):.2f}."
             )
             return blame(each, "vanishing", text, f"Look at the shortcut of {each.name} for {CUTS}.")
@@ -70,20 +71,13 @@ def other_gain(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if sum(low < gain < high for gain in others) <= len(others) / 2 or low < gains[each.block] < high:
         return None
     gain, usual = gains[each.block], median(others)
-    text = (
-        f"Block {each.block} ({each.name}) passes on what it reads with a factor of {gain:.2g}, the other blocks with "
-        f"{usual:.2g}."
-    )
+    text = f"Block {each.which} passes on what it reads with a factor of {gain:.2g}, the other blocks with {usual:.2g}."
     if abs(gain) < 1 - low:
         text = (
-            f"Block {each.block} ({each.name}) gives nearly the same for twice its input, the other blocks do not: its "
+            f"Block {each.which} gives nearly the same for twice its input, the other blocks do not: its "
             "shortcut is normalised or missing."
         )
-    look = (
-        f"Look for the shortcut of {each.name}: a sum that adds its input twice, a factor, a sum that is missing, or a "
-        "norm on the stream itself instead of on a branch."
-    )
-    return blame(each, "fault", text, look)
+    return blame(each, "fault", text, f"Look for the shortcut of {each.name}: a sum that is missing, {_CHANGES}.")
 
 
 def other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -102,14 +96,10 @@ def other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if each.block == 2 and abs(factors.get(1, 0.0) / usual * ratio - 1.0) < _MADE_UP:
         each = evidence.signals[1]  # whose factor the second block's norm takes back
     text = (
-        f"Block {each.block} ({each.name}) passes on what it reads with a factor of {factors[each.block]:.2g}, the "
+        f"Block {each.which} passes on what it reads with a factor of {factors[each.block]:.2g}, the "
         f"other blocks with {usual:.2g}."
     )
-    look = (
-        f"Look for the shortcut of {each.name}: a sum that adds its input twice, a factor, or a norm on the stream "
-        "itself instead of on a branch."
-    )
-    return blame(each, "fault", text, look)
+    return blame(each, "fault", text, f"Look for the shortcut of {each.name}: {_CHANGES}.")
 
 
 def attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
@@ -117,7 +107,7 @@ def attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
     spread = each.attention_spread
     if spread is None or math.isnan(spread):
         return None
-    place = f"Attention of block {each.block} ({each.name})"
+    place = f"Attention of block {each.which}"
     others = others_than(evidence.numbers(lambda s: s.attention_spread), each.block)
     if spread < _SATURATED and (not others or median(others) > 10 * _SATURATED):
         where, first, own = "on one key, whatever they hold", each.attention_first or 0.0, each.attention_own or 0.0
@@ -133,7 +123,7 @@ def attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
     every = [s for b, s in evidence.numbers(lambda s: s.attention_spread).items() if b in apart_yet]
     if each.block in apart_yet and len(every) > 1 and median(every) < _CHOOSING and max(every) < 2 * _CHOOSING:
         text = (
-            f"Attention is saturated in all blocks whose locations differ, from block {each.block} ({each.name}) on: "
+            f"Attention is saturated in all blocks whose locations differ, from block {each.which} on: "
             f"every location puts nearly all of its weight on one key (entropy {median(every):.0%} of a uniform "
             "one's), so that scores hardly learn."
         )
@@ -161,7 +151,7 @@ def looks_back_only(evidence: Evidence, each: BlockSignal) -> Fault | None:
     others = others_than(ahead, each.block)
     if ahead.get(each.block) != 0 or len(others) < 2 or not min(others) > 0.01:
         return None
-    text = f"Block {each.block} ({each.name}) sees only what came before, while the other blocks look both ways."
+    text = f"Block {each.which} sees only what came before, while the other blocks look both ways."
     return blame(each, "fault", text, f"Look in {each.name} for a causal mask, or is_causal=True.")
 
 
@@ -175,7 +165,7 @@ def other_scale(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if 1 / 1.3 < ratio < 1.3:
         return None
     text = (
-        f"Block {each.block} ({each.name}) multiplies its scores, products of queries and keys, by {ratio:.3g} times "
+        f"Block {each.which} multiplies its scores, products of queries and keys, by {ratio:.3g} times "
         "what the other blocks do."
     )
     look = (
@@ -202,5 +192,5 @@ def mixed_heads(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if not mixed:
         return None
     what, where = _MIXED[mixed]
-    text = f"Block {each.block} ({each.name}) mixes heads with locations: {what}."
+    text = f"Block {each.which} mixes heads with locations: {what}."
     return blame(each, "fault", text, f"Look in {each.name} at the reshape of {where}.")

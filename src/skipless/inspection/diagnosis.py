@@ -60,11 +60,11 @@ def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | 
     block where it is lost, collapse before norms before gradients.
     """
     limits, signals = thresholds or Thresholds(), evidence.signals
-    lost = _first(signals, structure, limits, (_broken, _collapsed, _norms_lost))
+    lost = _broken(signals) or _collapsed(signals, limits) or _norms_lost(signals, structure, limits)
     fault = first_fault(evidence)
     if fault is not None and (lost is None or lost.block is None or fault.block <= lost.block):
         return fault.verdict, fault.advice
-    verdict = lost or _first(signals, structure, limits, (_gradients_lost,)) or _preserved(signals, structure, limits)
+    verdict = lost or _gradients_lost(signals, limits) or _preserved(signals, structure, limits)
     if verdict.kind == "preserved":
         return verdict, ""
     return verdict, f"{advise(verdict, signals, structure)}{_drawn_large(evidence) if verdict.lost else ''}"
@@ -81,11 +81,7 @@ def _drawn_large(evidence: Evidence) -> str:
     )
 
 
-def _first(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds, rules: Sequence) -> Verdict | None:
-    return next((found for rule in rules if (found := rule(signals, structure, limits)) is not None), None)
-
-
-def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
+def _broken(signals: Sequence[BlockSignal]) -> Verdict | None:
     for each in signals:
         if not math.isfinite(each.norm_max):
             return Verdict("explosion", each.block, f"Activations are not finite {at(each)}.")
@@ -94,7 +90,7 @@ def _broken(signals: Sequence[BlockSignal], structure: Structure, limits: Thresh
     return None
 
 
-def _collapsed(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
+def _collapsed(signals: Sequence[BlockSignal], limits: Thresholds) -> Verdict | None:
     """Where locations are alike because what told them apart is gone.
 
     Early in training a network with shortcuts adds the same vector to all locations, which brings cosines as near to 1
@@ -127,7 +123,7 @@ def _norms_lost(signals: Sequence[BlockSignal], structure: Structure, limits: Th
     return None
 
 
-def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, limits: Thresholds) -> Verdict | None:
+def _gradients_lost(signals: Sequence[BlockSignal], limits: Thresholds) -> Verdict | None:
     """From the output backwards, the first block whose gradient is gone; the input's need only be finite."""
     for each in reversed(signals):
         gain = each.gradient_mean
@@ -137,12 +133,10 @@ def _gradients_lost(signals: Sequence[BlockSignal], structure: Structure, limits
             continue
         if gain == 0:
             return Verdict("vanishing", each.block, f"Gradients are all zero {at(each)}.")
-        if not gain < limits.lost_gradient:
-            text = f"Gradients explode {at(each)}: squared gradient norm {gain:.3g} times the output's."
-            return Verdict("explosion", each.block, text)
-        if not gain > 1 / limits.lost_gradient:
-            text = f"Gradients vanish {at(each)}: squared gradient norm {gain:.3g} times the output's."
-            return Verdict("vanishing", each.block, text)
+        if not 1 / limits.lost_gradient < gain < limits.lost_gradient:
+            kind, word = ("vanishing", "vanish") if gain < 1 else ("explosion", "explode")
+            text = f"Gradients {word} {at(each)}: squared gradient norm {gain:.3g} times the output's."
+            return Verdict(kind, each.block, text)
     return None
 
 

@@ -17,8 +17,6 @@ _BIAS = 1e3  # the same of a bias
 _WITHIN = 30.0  # the same of a parameter without siblings, beside its block's others
 _MATRICES = ("query", "key", "value", "output", "mlp")
 
-Weights = Sequence[Mapping[str, Weight]]
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -55,18 +53,20 @@ class Evidence:
 
     def numbers(self, value: Callable[[BlockSignal], float | None]) -> dict[int, float]:
         """A number of every block that has it."""
-        found = {each.block: value(each) for each in self.signals[1:]}
-        return {block: number for block, number in found.items() if number is not None and math.isfinite(number)}
+        return _finite(map(value, self.signals[1:]))
 
     def wirings(self, value: Callable[[Wired], float | None]) -> dict[int, float]:
         """The same of how blocks are put together."""
-        found = {block: value(each) for block, each in enumerate(self.wired, start=1)}
-        return {block: number for block, number in found.items() if number is not None and math.isfinite(number)}
+        return _finite(map(value, self.wired))
+
+
+def _finite(numbers: Iterable[float | None]) -> dict[int, float]:
+    return {block: n for block, n in enumerate(numbers, start=1) if n is not None and math.isfinite(n)}
 
 
 def at(each: BlockSignal) -> str:
     """The place of a signal in words."""
-    return "at the input, before any block" if each.block == 0 else f"at block {each.block} ({each.name})"
+    return "at the input, before any block" if each.block == 0 else f"at block {each.which}"
 
 
 def blame(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault:
@@ -89,26 +89,31 @@ def listed(labels: Sequence[str]) -> str:
     return ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
 
 
-def odd_parameters(weights: Weights, cousins: Weights, block: int) -> Iterator[tuple[str, str]]:
-    """(label, what is odd) of a block's parameters, from 1, as read from those of the same name in other blocks.
+def listed_blocks(names: Sequence[str]) -> str:
+    """Blocks of these names, or how many where they are many; the first word is capitalised."""
+    if len(names) > 4:
+        return f"{len(names)} blocks, from {names[0]} to {names[-1]},"
+    return f"Blocks {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"Block {names[0]}"
 
-    cousins are the parameters of the network's other stacks, which stand in where there are few.
-    """
+
+def odd_parameters(evidence: Evidence, block: int) -> Iterator[tuple[str, str]]:
+    """(label, what is odd) of a block's parameters, from 1, as read from those of the same name in other blocks, and of
+    other stacks where these are few."""
+    weights, cousins = evidence.weights, evidence.cousins
     if not weights:
         return
     own = weights[block - 1]
     for label, weight in own.items():
-        every = {b: w[label] for b, w in enumerate(weights, start=1) if label in w}
-        if len(every) < 3:
-            every |= {-b: w[label] for b, w in enumerate(cousins, start=1) if label in w}
-        sizes = {b: w.size for b, w in every.items() if math.isfinite(w.size)}
+        owners = {b: w for b, w in enumerate(weights, start=1) if label in w}
+        if len(owners) < 3:
+            owners |= {-b: w for b, w in enumerate(cousins, start=1) if label in w}
+        sizes = {b: w[label].size for b, w in owners.items() if math.isfinite(w[label].size)}
         if block not in sizes:
             continue
-        if len(every) == 1 and (found := _odd_within(own, label)):
+        if len(owners) == 1 and (found := _odd_within(own, label)):
             yield label, found
         elif weight.matrix:
-            owners = {b: weights[b - 1] if b > 0 else cousins[-b - 1] for b in every}
-            yield from _odd_matrix(label, block, owners)
+            yield from _odd_matrix(label, block, owners, sizes)
         elif weight.group == "norm" and not label.endswith("bias"):
             if weight.size == 0 and _most(size > 0 for size in others_than(sizes, block)):
                 yield label, "is zero, unlike those of the other blocks"
@@ -116,19 +121,15 @@ def odd_parameters(weights: Weights, cousins: Weights, block: int) -> Iterator[t
                 yield label, f"is {_times(sizes, block)} larger than those of the other blocks"
             elif weight.size > 0.5 and not any(others_than(sizes, block)) and len(sizes) > 2:  # one is added to it
                 yield label, f"is {weight.size:.3g} where those of the other blocks are zero"
-        elif (
-            label.endswith("bias")
-            and weight.size > 100
-            and weight.size > _BIAS * median(others_than(sizes, block) or [1.0])
-        ):
+        elif label.endswith("bias") and weight.size > max(100, _BIAS * median(others_than(sizes, block) or [1.0])):
             yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
 
 
-def _odd_matrix(label: str, block: int, owners: Mapping[int, Mapping[str, Weight]]) -> Iterator[tuple[str, str]]:
-    """owners: the parameters of every block that has the matrix."""
-    weight, every = owners[block][label], {b: own[label] for b, own in owners.items()}
-    sizes = {b: w.size for b, w in every.items() if math.isfinite(w.size)}
-    others = others_than(sizes, block)
+def _odd_matrix(
+    label: str, block: int, owners: Mapping[int, Mapping[str, Weight]], sizes: Mapping[int, float]
+) -> Iterator[tuple[str, str]]:
+    """owners: the parameters of every block that has the matrix; sizes: of those of it that are finite."""
+    weight, others = owners[block][label], others_than(sizes, block)
     if weight.size == 0:
         if not others:  # zero queries are a known way to start
             if weight.group in ("key", "value", "output", "mlp"):
@@ -136,28 +137,19 @@ def _odd_matrix(label: str, block: int, owners: Mapping[int, Mapping[str, Weight
         elif _most(size > 0 for size in others):
             yield label, "is zero, unlike those of the other blocks"
         elif weight.group == "value":  # zero queries and outputs are known ways to start; values are not
-            yield (
-                label,
-                f"is zero, as in {len(sizes) - sum(size > 0 for size in sizes.values())} of {len(sizes)} blocks",
-            )
+            yield label, f"is zero, as in {[*sizes.values()].count(0.0)} of {len(sizes)} blocks"
     elif weight.alike and weight.group in _MATRICES and label.endswith("weight"):
         yield label, "has rows that are all the same, so that its units compute the same, and learn the same"
-    elif weight.empty > 0 and _most(each.empty == 0 for b, each in every.items() if b != block) and others:
+    elif weight.empty > 0 and _most(w[label].empty == 0 for b, w in owners.items() if b != block) and others:
         yield label, f"has {weight.empty} rows or columns that are all zero (a head or an expert that is out of use)"
     elif len(sizes) > 2:
         larger, smaller = (apart(sizes, _SIZE, low=low) for low in (False, True))
-        if larger and smaller and len(larger) + len(smaller) == len(sizes):  # two halves
-            unlike = {b: _beside(owners[b], label) for b in sizes}
-            larger, smaller = _odd_half(larger, smaller, unlike)
-        for blocks, word in ((larger, "larger"), (smaller, "smaller")):
-            if block in blocks:
-                yield label, f"is {_times(sizes, block)} {word} than those of the other blocks"
-
-
-def _odd_half(larger: set[int], smaller: set[int], unlike: Mapping[int, float]) -> tuple[set[int], set[int]]:
-    """Of two halves the one whose matrices are less like the others of their blocks; nothing of the other."""
-    one, two = (median(unlike[b] for b in half) for half in (larger, smaller))
-    return (larger, set()) if one >= two else (set(), smaller)
+        if larger and smaller and len(larger) + len(smaller) == len(sizes):  # the half that is less like its blocks
+            one, two = (median(_beside(owners[b], label) for b in half) for half in (larger, smaller))
+            larger, smaller = (larger, set()) if one >= two else (set(), smaller)
+        if block in larger | smaller:
+            word = "larger" if block in larger else "smaller"
+            yield label, f"is {_times(sizes, block)} {word} than those of the other blocks"
 
 
 def _beside(own: Mapping[str, Weight], label: str) -> float:

@@ -61,7 +61,7 @@ def _not_finite(evidence: Evidence) -> Fault | None:
         for label, weight in weights.items():
             if not math.isfinite(weight.size):
                 each = evidence.signals[block]
-                text = f"{label} of block {block} ({each.name}) holds entries that are not finite"
+                text = f"{label} of block {each.which} holds entries that are not finite"
                 text += "." if spoiled is None else f", and so do activations from block {spoiled.block} on."
                 look = (
                     f"Load or initialise {each.name}.{label} again; look for what wrote it: a step that diverged, a "
@@ -82,7 +82,7 @@ def _not_finite(evidence: Evidence) -> Fault | None:
 def _cut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A block that gives something outside the graph, or hands no gradient back though one reaches it."""
     if each.attached is False:
-        text = f"No gradient passes block {each.block} ({each.name}): what it gives is detached from the graph."
+        text = f"No gradient passes block {each.which}: what it gives is detached from the graph."
         return blame(each, "vanishing", text, f"Look in {each.name} for {CUTS} on its way to the output.")
     before, arrived = evidence.signals[each.block - 1], each.gradient_mean
     back = _handed_back(before, each)
@@ -90,11 +90,11 @@ def _cut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if arrived is None or not _UNDERFLOW < arrived < math.inf or passes:
         return None
     if each.joined is False and before.attached:
-        pair = f"block {before.block} ({before.name}) to block {each.block} ({each.name})"
+        pair = f"block {before.which} to block {each.which}"
         text = f"No gradient passes from {pair}: what the second reads is detached from what the first gives."
         look = f"Look between {before.name} and {each.name} for {CUTS}: in the loop over blocks, or in a hook."
         return blame(each, "vanishing", text, look)
-    text = f"Gradients are all zero before block {each.block} ({each.name}): they reach it, and it hands none back."
+    text = f"Gradients are all zero before block {each.which}: they reach it, and it hands none back."
     silent = _silent(evidence, each)
     named = f" {listed(silent)} get no gradient either." if silent else ""
     look = f"Look in {each.name} for {CUTS} on what it reads, or a factor of zero.{named}"
@@ -112,7 +112,7 @@ def _gradient_jump(evidence: Evidence) -> Fault | None:
         arrived, back = each.gradient_mean, _handed_back(before, each)
         if arrived is None or back is None or not 0 < arrived < math.inf:
             continue
-        through = f"on the way back through block {each.block} ({each.name})"
+        through = f"on the way back through block {each.which}"
         if not math.isfinite(back):
             look = f"Look at the backward pass of {each.name}: a root or a norm of 0, a division, half precision."
             return blame(each, "explosion", f"Gradients are not finite {through}.", look)
@@ -155,14 +155,14 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
 
 def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
     """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
-    for label, why in odd_parameters(evidence.weights, evidence.cousins, each.block):
+    for label, why in odd_parameters(evidence, each.block):
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
         group = evidence.weights[each.block - 1][label].group
         follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
         if label.endswith("bias") and why.startswith("is larger"):
             follows = " Where it is negative, an activation behind it is never on."
         also = "" if "as in" in why else _also(evidence, each, label)
-        text = f"{label} of block {each.block} ({each.name}) {why}.{also}{follows}"
+        text = f"{label} of block {each.which} {why}.{also}{follows}"
         look = f"Look at {each.name}.{label}: its initialisation, a mask, a weight that was not loaded or scaled twice."
         return blame(each, kind, text, look)
     return None
@@ -171,7 +171,7 @@ def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
 def _also(evidence: Evidence, each: BlockSignal, label: str) -> str:
     """A sentence on the later blocks whose parameter of this name is odd."""
     later = range(each.block + 1, evidence.depth + 1)
-    odd = [b for b in later if any(name == label for name, _ in odd_parameters(evidence.weights, evidence.cousins, b))]
+    odd = [b for b in later if any(name == label for name, _ in odd_parameters(evidence, b))]
     return f" It is odd in block{'s' * (len(odd) > 1)} {listed([str(b) for b in odd])} too." if odd else ""
 
 
@@ -185,7 +185,7 @@ _FOLLOWS = {
 
 def _suspect(evidence: Evidence, each: BlockSignal) -> str:
     """A sentence that names the block's odd parameter, if it has one."""
-    odd = next(odd_parameters(evidence.weights, evidence.cousins, each.block), None)
+    odd = next(odd_parameters(evidence, each.block), None)
     return "" if odd is None else f" Its {odd[0]} {odd[1]}."
 
 
@@ -198,7 +198,7 @@ def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if not found:
         return None
     text = (
-        f"{listed(found)} of block {each.block} ({each.name}) get{'s' * (len(found) == 1)} no gradient at all: nothing "
+        f"{listed(found)} of block {each.which} get{'s' * (len(found) == 1)} no gradient at all: nothing "
         f"that the block gives depends on {'it' if len(found) == 1 else 'them'}."
     )
     look = (
@@ -214,7 +214,7 @@ def _idle_norm(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if not idle:
         return None
     text = (
-        f"{listed(idle)} of block {each.block} ({each.name}) {'does' if len(idle) == 1 else 'do'} not normalise: where "
+        f"{listed(idle)} of block {each.which} {'does' if len(idle) == 1 else 'do'} not normalise: where "
         "one location is made larger than another, so is what the norm gives, or others change with it."
     )
     look = (
@@ -233,7 +233,7 @@ def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if each.gradient_mean is not None or not each.attached or behind is None or not behind.gradient_back:
         return None
     text = (
-        f"What block {each.block} ({each.name}) gives is not read: no gradient comes back to it, though block "
+        f"What block {each.which} gives is not read: no gradient comes back to it, though block "
         f"{behind.block} hands one back."
     )
     look = f"Look at the loop over blocks for {each.name}(x) without x = before it, and for an input that is kept."
@@ -247,7 +247,7 @@ def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if arrived is None or handed is None or not _UNDERFLOW < handed < math.inf or not 0 < arrived < _LESS * handed:
         return None
     text = (
-        f"The gradient that reaches block {each.block} ({each.name}) is {(arrived / handed) ** 0.5:.2g} times what "
+        f"The gradient that reaches block {each.which} is {(arrived / handed) ** 0.5:.2g} times what "
         f"{'the next block hands back' if following else 'was sent to it'}: something between them multiplies it."
     )
     look = f"Look for a hook on what {each.name} gives, or for a function that scales gradients."
@@ -260,7 +260,7 @@ def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if each.least is None or before.least is None or not before.least < 0 <= each.least:
         return None
     text = (
-        f"No entry of what block {each.block} ({each.name}) gives is negative, though entries of what it reads are: an "
+        f"No entry of what block {each.which} gives is negative, though entries of what it reads are: an "
         "activation lies on the stream itself."
     )
     look = f"Look in {each.name} for an activation behind the sum with the shortcut; it belongs inside a branch."
@@ -273,7 +273,7 @@ def _bounded(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if not each.outlier < _BOUNDED <= before.outlier or each.outlier * _CUT > before.outlier:
         return None
     text = (
-        f"No entry of what block {each.block} ({each.name}) gives is larger than {each.outlier:.3g} times the typical "
+        f"No entry of what block {each.which} gives is larger than {each.outlier:.3g} times the typical "
         f"one, where it reads up to {before.outlier:.3g} times: the stream itself is clipped, or goes through a "
         "bounded activation."
     )
@@ -297,11 +297,10 @@ def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
         kind, word = "explosion", "jumps"
     else:
         return None
-    text = f"The squared norm {word} at block {each.block} ({each.name}) by a factor of {mean:.2g}, in one block."
-    why = "since its parameters are like its siblings'"
-    look = f"Look at {each.name}: a factor on its output, {mean**0.5:.2g} or so, {why}."
-    if not (each.kept is None or each.kept > LEFT or math.isnan(each.kept)):
-        factor = f"a factor on its output, {mean**0.5:.2g} or so"
+    text = f"The squared norm {word} at block {each.which} by a factor of {mean:.2g}, in one block."
+    factor = f"a factor on its output, {mean**0.5:.2g} or so"
+    look = f"Look at {each.name}: {factor}, since its parameters are like its siblings'."
+    if each.kept is not None and each.kept <= LEFT:
         look = f"Look for the shortcut of {each.name}, which does not carry its input on, or for {factor}."
     return blame(each, kind, text, look)
 
@@ -343,7 +342,7 @@ def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
     same = [_is_same(before, after) for before, after in pairwise(evidence.signals)]
     if not same[each.block - 1] or not (2 * sum(same) < len(same) or len(same) == 1):
         return None
-    text = f"Block {each.block} ({each.name}) hands on what it reads unchanged: neither of its branches adds anything."
+    text = f"Block {each.which} hands on what it reads unchanged: neither of its branches adds anything."
     return blame(
         each, "vanishing", text, f"Look at the factors on the branches of {each.name}, and at their last matrices."
     )
@@ -361,9 +360,7 @@ def _no_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
     if not silent:
         return None
     plural = "s" * (len(silent) == 1)
-    text = (
-        f"{listed(silent)} of block {each.block} ({each.name}) get{plural} no gradient, though one reaches the block."
-    )
+    text = f"{listed(silent)} of block {each.which} get{plural} no gradient, though one reaches the block."
     look = (
         f"Look in {each.name} for what cuts this branch off: {CUTS}, a factor of zero on it, or an activation that is "
         "never on (a bias far below zero)."
@@ -430,7 +427,7 @@ def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Fault 
     if underflows or before.gradient_zeros < each.gradient_zeros + 0.1:
         return None
     text = (
-        f"Block {each.block} ({each.name}) leaves rows or locations out: {before.gradient_zeros:.0%} of what enters it "
+        f"Block {each.which} leaves rows or locations out: {before.gradient_zeros:.0%} of what enters it "
         f"gets no gradient, {each.gradient_zeros:.0%} of what leaves it."
     )
     look = f"Look in {each.name} for an index that takes one row or a few locations for all, a broadcast, or a mask."
@@ -461,7 +458,7 @@ _LEAKS = {
 def _leak(evidence: Evidence, each: BlockSignal) -> Fault | None:
     for kind, (what, where) in _LEAKS.items():
         if evidence.leaks.get(kind) == each.block:
-            text = f"Block {each.block} ({each.name}) {what}."
+            text = f"Block {each.which} {what}."
             return blame(each, "leak", text, f"Look in {each.name} for {where}.")
     return None
 

@@ -61,7 +61,8 @@ class Recorder:
         self.sent = False  # whether unit gradients are sent to the last block
         self._returned: dict[int, Tensor] = {}
         self._attention: dict[int, Tensor] = {}
-        self._swapped = self._channels = self._expected = False
+        self.swapped = False  # whether the stream is (T, rows, width)
+        self._channels = self._expected = False
         self._entered: Tensor | None = None
         self._open = ExitStack()
 
@@ -177,11 +178,6 @@ class Recorder:
         return len(self.blocks) in self._gradients
 
     @property
-    def swapped(self) -> bool:
-        """Whether the stream is (T, rows, width)."""
-        return self._swapped
-
-    @property
     def complete(self) -> bool:
         """Whether every block ran and was measured."""
         return self.refused is None and len(self.described) == len(self.blocks) + 1
@@ -221,22 +217,23 @@ class Recorder:
             except ValueError as error:
                 self.refused = str(error)
                 return None
+            recorded = torch.is_grad_enabled() and not self.live
             if index == 1:
                 self.started = time.perf_counter()
-                self.cut = not x.requires_grad and not self.live and torch.is_grad_enabled()
+                self.cut = recorded and not x.requires_grad
                 if self.cut and is_called(module):
                     lifted = x.detach().requires_grad_()  # frozen embeddings: gradients still have to reach the blocks
                     changed = exchanged(args, kwargs, x, lifted)
                     x = lifted
                 blocks = [block for _, block in self.blocks]
-                self._swapped = batch_second(x, blocks, self.options.batch_shape, self.options.one_row)
+                self.swapped = batch_second(x, blocks, self.options.batch_shape, self.options.one_row)
                 self._channels = channels_first(x, blocks)
                 if not self._accepts(self._rows(x)):
                     return None
                 self._note(0, x)
-            if index > 1 and not self.live and torch.is_grad_enabled():
+            elif recorded:
                 self.joined[index] = x.requires_grad
-            if x.requires_grad and torch.is_grad_enabled() and not self.live and is_called(module):
+            if recorded and x.requires_grad and is_called(module):
                 old, x = x, x.clone()  # so that what this block hands back is told from what hooks make of it
                 changed = exchanged(*(changed or (args, kwargs)), old, x)
                 x.register_hook(lambda gradient: self._arrived(index, gradient, self._returned))
@@ -316,7 +313,7 @@ class Recorder:
                 self._handed.setdefault(index, torch.stack(_carried(self._latest[1], rows)))
 
     def _rows(self, x: Tensor) -> Tensor:
-        return rows_first(x.movedim(1, -1) if self._channels else x, self._swapped)
+        return rows_first(x.movedim(1, -1) if self._channels else x, self.swapped)
 
 
 _KEPT_ROWS = 4

@@ -1,6 +1,6 @@
 """What an inspection is given: batches and labels, checked, and as arguments of the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -36,7 +36,7 @@ def own_network(model: nn.Module) -> Transformer | None:
 def check_batch(model: nn.Module, batch: Batch, labels: Tensor | None) -> None:
     """Raise for what cannot be inspected: no tensor, another device, one token, ids outside the vocabulary."""
     _check_values(model)
-    tensors = {name: value for name, value in _named(batch).items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in parts_of(batch).items() if isinstance(value, Tensor)}
     if not tensors:
         raise ValueError(f"batch is {type(batch).__name__} without a tensor; give token ids (rows, T), or a mapping")
     if labels is not None:
@@ -44,9 +44,11 @@ def check_batch(model: nn.Module, batch: Batch, labels: Tensor | None) -> None:
     place = next((p.device for p in model.parameters()), None)
     for name, tensor in tensors.items():
         if place is not None and tensor.device != place and not _spread(model):
-            raise ValueError(f"{name} is on {tensor.device} and the model on {place}; move one: {name}.to('{place}')")
+            word = name if isinstance(name, str) else "batch" if isinstance(batch, Tensor) else f"batch[{name}]"
+            raise ValueError(f"{word} is on {tensor.device} and the model on {place}; move one: {word}.to('{place}')")
     ids = tensors.get(_TOKENS)
-    if ids is None and isinstance(batch, Tensor) and not batch.is_floating_point() and not _of_images(model):
+    of_images = isinstance(model, Transformer) and model.config.images is not None
+    if ids is None and isinstance(batch, Tensor) and not batch.is_floating_point() and not of_images:
         ids = batch
     if ids is not None:
         _check_ids(model, ids)
@@ -65,10 +67,6 @@ def _check_values(model: nn.Module) -> None:
                 f"{name} was made under torch.inference_mode(), so that nothing can be differentiated by it; build "
                 "the model outside of it"
             )
-
-
-def _of_images(model: nn.Module) -> bool:
-    return isinstance(model, Transformer) and model.config.images is not None
 
 
 def _check_ids(model: nn.Module, ids: Tensor) -> None:
@@ -120,9 +118,9 @@ def padding(batch: Batch) -> Tensor | None:
 
 def rows_and_length(batch: Batch) -> tuple[int, int] | None:
     """(rows, T) of the mask or the token ids, or None where the batch has neither."""
-    named = _named(batch)
-    integers = [value for value in named.values() if isinstance(value, Tensor) and not value.is_floating_point()]
-    for value in (named.get("attention_mask"), named.get(_TOKENS), *integers):
+    parts = parts_of(batch)
+    integers = [value for value in parts.values() if isinstance(value, Tensor) and not value.is_floating_point()]
+    for value in (parts.get("attention_mask"), parts.get(_TOKENS), *integers):
         if isinstance(value, Tensor) and value.dim() == 2:
             return value.shape[0], value.shape[1]
     return None
@@ -192,7 +190,9 @@ def parts_of(batch: Batch) -> dict[str | int, Any]:
     """What a batch holds, by name or number."""
     if isinstance(batch, Mapping):
         return {str(name): value for name, value in batch.items()}
-    return dict(enumerate(batch)) if isinstance(batch, tuple) else {0: batch}
+    if isinstance(batch, Tensor | tuple):
+        return dict(enumerate(batch)) if isinstance(batch, tuple) else {0: batch}
+    raise ValueError(f"batch is a {type(batch).__name__}; give a tensor, a mapping of tensors, or a tuple of arguments")
 
 
 def id_keys(batch: Batch) -> tuple[str | int | None, str | int | None]:
@@ -204,7 +204,8 @@ def id_keys(batch: Batch) -> tuple[str | int | None, str | int | None]:
     first, second = (key if _is_ids(parts.get(key)) else None for key in (_TOKENS, DECODER_IDS))
     if first is None:
         others = [key for key, value in parts.items() if key != DECODER_IDS and _may_be_ids(str(key), value)]
-        first, *more = [*others, None]
+        larger = [key for key in others if bool((parts[key] > 1).any())]  # a mask has no number above 1
+        first, *more = [*(larger or others), None]
         second = next(iter(more), None) if second is None else second
     return first, second
 
@@ -214,8 +215,14 @@ def _is_ids(value: Any) -> bool:
 
 
 def _may_be_ids(key: str, value: Any) -> bool:
-    other = any(word in key for word in ("mask", "label", "type", "position"))
-    return _is_ids(value) and not other and value.numel() > 0 and int(value.max()) > 1
+    return _is_ids(value) and not any(word in key for word in ("mask", "label", "type", "position"))
+
+
+def _mapped(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """The batch with every value changed."""
+    if isinstance(batch, Tensor):
+        return change(batch)
+    return tuple(map(change, batch)) if isinstance(batch, tuple) else {str(k): change(v) for k, v in batch.items()}
 
 
 def some_rows(batch: Batch, rows: Sequence[int]) -> Batch:
@@ -227,19 +234,7 @@ def some_rows(batch: Batch, rows: Sequence[int]) -> Batch:
         whole = shape is not None and isinstance(value, Tensor) and value.dim() > 0 and len(value) == shape[0]
         return value[chosen] if whole else value
 
-    if isinstance(batch, Tensor):
-        return cut(batch)
-    return tuple(map(cut, batch)) if isinstance(batch, tuple) else {str(k): cut(v) for k, v in batch.items()}
-
-
-def _named(batch: Batch) -> dict[str, Any]:
-    if isinstance(batch, Tensor):
-        return {"batch": batch}
-    if isinstance(batch, Mapping):
-        return {str(name): value for name, value in batch.items()}
-    if isinstance(batch, tuple):
-        return {f"batch[{index}]": value for index, value in enumerate(batch)}
-    raise ValueError(f"batch is a {type(batch).__name__}; give a tensor, a mapping of tensors, or a tuple of arguments")
+    return _mapped(batch, cut)
 
 
 def given_labels(batch: Batch, labels: Tensor | None) -> Tensor | None:
@@ -253,6 +248,11 @@ def given_labels(batch: Batch, labels: Tensor | None) -> Tensor | None:
 def labelled_loss(model: nn.Module, output: Any, labels: Tensor) -> Tensor:
     """Cross-entropy of the model's logits, shifted by one location for causal language models."""
     logits = logits_of(output)
+    if not logits.requires_grad:
+        raise ValueError(
+            "what the model gives is detached from its parameters, so that labels give no gradient: look for detach() "
+            "or torch.no_grad() on the way to it, or leave the labels out to have the blocks inspected by themselves"
+        )
     check_labels(labels, logits.shape[-1])
     if predicts_next(model):
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -286,14 +286,8 @@ def check_loss(loss: Any) -> Tensor:
 
 def without_inference(batch: Batch) -> Batch:
     """The batch with copies of what was made under torch.inference_mode(), which autograd refuses."""
-
-    def copied(value: Any) -> Any:
-        return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
     with torch.inference_mode(False):
-        if isinstance(batch, Tensor):
-            return copied(batch)
-        return tuple(map(copied, batch)) if isinstance(batch, tuple) else {str(k): copied(v) for k, v in batch.items()}
+        return _mapped(batch, lambda each: each.clone() if isinstance(each, Tensor) and each.is_inference() else each)
 
 
 def logits_of(output: Any) -> Tensor:

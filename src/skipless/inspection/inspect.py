@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from skipless.inspection.inputs import (
     check_batch,
     check_loss,
     given_labels,
+    id_keys,
     labelled_loss,
     own_network,
     padding,
@@ -59,7 +60,8 @@ def inspect(
 
     model: any PyTorch transformer, or a folder that save_pretrained wrote. Its weights, gradients, mode and hooks are
         left as they were; it runs in evaluation mode.
-    batch: token ids (rows, T), images, or a mapping of the model's arguments; padding by attention_mask is left out.
+    batch: token ids (rows, T), images, or a mapping or a tuple of the model's arguments; padding by attention_mask is
+        left out.
     blocks: every stack is found by find_stacks unless one is named.
     labels: gradients are then of the cross-entropy (next-token for causal language models, −100 ignored); loss, of
         loss(output). With neither, they are of one independent random unit gradient per location at the last block's
@@ -77,35 +79,29 @@ def inspect(
     batch = without_inference(batch)
     batch = with_decoder_ids(model, batch, labels)
     stacks = find_stacks(model, blocks)
-    theory = own_network(model) if blocks is None and padding(batch) is None else None  # whose rows share one Σ
-    streams = theory.config.heads if theory is not None and theory.config.scheme.by_head else 1
-    options = InspectOptions(picture=keep_kernels, kernel=theory is not None, several=len(stacks) > 1, streams=streams)
-    with _apart(model):
+    native = own_network(model) if blocks is None and padding(batch) is None else None  # whose rows share one Σ
+    streams = native.config.heads if native is not None and native.config.scheme.by_head else 1
+    options = InspectOptions(picture=keep_kernels, kernel=native is not None, several=len(stacks) > 1, streams=streams)
+    devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
+    # autograd records, whatever is around, and random numbers that the model draws are put back
+    with torch.inference_mode(False), torch.random.fork_rng([*devices]), undisturbed(model):
         recorders = [_recorder(model, batch, stack, options) for stack in stacks]
         gradients, notes = _run(model, batch, recorders, _loss_of(model, labels, loss))
         complete = in_order(recorders)
         if not complete:
             raise ValueError(_not_run(recorders))
-        held, idle = _held(model, recorders, gradients)
+        weights, idle, beside = _held(model, recorders)
         seen = _probed(model, batch, complete)
     found = []
-    every = [_evidence(recorder, held, each) for recorder, each in zip(complete, seen, strict=True)]
+    every = [_evidence(each, gradients, weights, idle) for each in complete]
     for recorder, each, own in zip(complete, seen, every, strict=True):
-        evidence = replace(own, kin=_kin(recorder, complete, every))
-        if theory is not None:
-            evidence = replace(evidence, signals=_with_theory(evidence.signals, theory, recorder))
+        evidence = replace(own, wired=each.wired, leaks=each.leaks, kin=_kin(recorder, complete, every))
+        if native is not None:
+            evidence = replace(evidence, signals=_with_theory(evidence.signals, native, recorder))
         said = on_stack(model, recorder.blocks, evidence, each)
         found.append(judged(model, name, recorder, evidence, thresholds, said))
     whole = at_fault(found, recorders)
-    return replace(whole, notes=(*whole.notes, *notes, *idle_outside(idle)))
-
-
-@contextmanager
-def _apart(model: nn.Module) -> Generator[None]:
-    """In here autograd records whatever is around, and random numbers that the model draws are put back."""
-    devices = {parameter.device.index for parameter in model.parameters() if parameter.is_cuda}
-    with torch.inference_mode(False), torch.random.fork_rng([*devices]), undisturbed(model):
-        yield
+    return replace(whole, notes=(*whole.notes, *notes, *idle_outside(beside)))
 
 
 def _recorder(model: nn.Module, batch: Batch, stack: list[Block], options: InspectOptions) -> Recorder:
@@ -210,42 +206,32 @@ def _not_run(recorders: Sequence[Recorder]) -> str:
     return f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]"
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """What blocks of all stacks hold, by the block's name: gradients, parameters, norms that do not normalise."""
-
-    gradients: Mapping[str, BlockGradients]
-    weights: Mapping[str, Mapping[str, Weight]]
-    idle: Mapping[str, Sequence[str]]
-
-
 def _held(
-    model: nn.Module, recorders: Sequence[Recorder], gradients: Mapping[str, BlockGradients]
-) -> tuple[_Held, Sequence[str]]:
-    """And the norms outside the blocks that do not normalise."""
+    model: nn.Module, recorders: Sequence[Recorder]
+) -> tuple[dict[str, Mapping[str, Weight]], dict[str, Sequence[str]], Sequence[str]]:
+    """By the block's name its parameters and its norms that do not normalise; and such norms outside the blocks."""
     every = [block for recorder in in_order(recorders) for block in recorder.blocks]
     names, modules = [name for name, _ in every], [module for _, module in every]
     *idle, beside = idle_norms([*(module.named_modules() for module in modules), _outside(model, recorders)])
-    weights = dict(zip(names, weights_of(modules), strict=True))
-    return _Held(gradients, weights, dict(zip(names, idle, strict=True))), beside
+    return dict(zip(names, weights_of(modules), strict=True)), dict(zip(names, idle, strict=True)), beside
 
 
 def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> list[Seen]:
-    """What each stack sees; decoders with ids of their own are asked by those."""
+    """What each stack sees; of two kinds of ids, of those that enter it."""
+    watched = [_watched(recorder) for recorder in recorders]
     found: dict[int, Seen] = {}
-    for decoder in (False, True):
-        chosen = [i for i, r in enumerate(recorders) if (read_by(batch, r.blocks[0][0]) is not batch) == decoder]
-        stacks = [_watched(recorders[i]) for i in chosen]
-        if not chosen:
-            continue
+    for second in (False, True):
+        left = [index for index in range(len(watched)) if index not in found or not found[index].reads]
+        if second and (not left or id_keys(batch)[1] is None):
+            break
         try:
-            found |= dict(zip(chosen, probe(model, batch, stacks, decoder), strict=True))
+            found |= dict(zip(left, probe(model, batch, [watched[index] for index in left], second), strict=True))
         except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
             why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
             note = f"Whether it sees the future or other rows was not asked: {why}."
-            found |= dict.fromkeys(chosen, Seen(note=note))
+            found |= dict.fromkeys(left, Seen(note=note))
     if padding(batch) is not None:
-        seen = padding_seen(model, batch, [_watched(recorder) for recorder in recorders])
+        seen = padding_seen(model, batch, watched)
         for index, block in enumerate(seen):
             if block is not None and recorders[index].attention:
                 found[index] = replace(found[index], leaks={**found[index].leaks, "padding": block})
@@ -257,21 +243,26 @@ def _watched(recorder: Recorder) -> Watched:
     ahead = [each.ahead for each in recorder.attention.values()]
     masked = 2 * sum(weight == 0 for weight in ahead) > len(ahead)
     blocks = [block for _, block in recorder.blocks]
-    return Watched(blocks, recorder.swapped, masked or any(map(says_causal, blocks)), bool(ahead))
+    causal, named = masked or any(map(says_causal, blocks)), "decoder" in recorder.blocks[0][0]
+    return Watched(blocks, recorder.swapped, causal, bool(ahead), named)
 
 
-def _evidence(recorder: Recorder, held: _Held, seen: Seen) -> Evidence:
+def _evidence(
+    recorder: Recorder,
+    gradients: Mapping[str, BlockGradients],
+    weights: Mapping[str, Mapping[str, Weight]],
+    idle: Mapping[str, Sequence[str]],
+) -> Evidence:
+    """What was measured in a stack itself; the others are by block of all stacks."""
     names = [name for name, _ in recorder.blocks]
-    gradients, weights = [held.gradients[name] for name in names], [held.weights[name] for name in names]
+    taken, held = [gradients[name] for name in names], [weights[name] for name in names]
     return Evidence(
-        signals=recorder.signals(gradients, weights),
-        weights=weights,
-        gradients=[each.matrices for each in gradients],
-        unused=[each.unused for each in gradients],
-        wired=seen.wired,
-        leaks=seen.leaks,
-        cousins=[each for name, each in held.weights.items() if name not in names],
-        norms=[held.idle[name] for name in names],
+        signals=recorder.signals(taken, held),
+        weights=held,
+        gradients=[each.matrices for each in taken],
+        unused=[each.unused for each in taken],
+        cousins=[each for name, each in weights.items() if name not in names],
+        norms=[idle[name] for name in names],
         padded=recorder.options.mask is not None,
     )
 

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,11 @@ class BlockSignal:
     joined: bool | None = None
 
     @property
+    def which(self) -> str:
+        """The block's number and name, as sentences have them."""
+        return f"{self.block} ({self.name})"
+
+    @property
     def query_key_gradient(self) -> float | None:
         """Gradient norm of queries and keys over that of values and outputs: it vanishes where locations coincide.
 
@@ -138,17 +143,18 @@ class Inspection:
         return f"{html_table(*self.table())}<p>{escape(words)}</p>"
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Head and rows: all blocks of a shallow network, else a choice of them. ✖ marks the one that is at fault."""
+        """Head and rows: all blocks of a shallow network, else a choice of them. ✖ marks the one that is at fault.
+
+        What is needed most stands at the left."""
         ours, rounded = self.blocks[0].predicted is not None, self.blocks[-1].rounding is not None
-        head = ["block", "norm²", "cosine", "eff. rank", "carry", "gradient²"]
+        head = ["block", "norm²", "cosine", "eff. rank", "carry", "gradient²", *["rounding"] * rounded]
         head += ["entropy", "on first", "qk grad", "kurtosis"]
-        head += ["rounding"] if rounded else []
         head += ["theory: norm²", "theory: cosine"] if ours else []
         rows = []
         for each in (self.blocks[block] for block in blocks_shown(self.blocks[-1].block, self.verdict)):
             numbers = [each.norm_mean, each.cosine_mean, each.effective_rank, each.carry, each.gradient_mean]
+            numbers += [each.rounding] * rounded
             numbers += [each.attention_entropy, each.attention_first, each.query_key_gradient, each.kurtosis]
-            numbers += [each.rounding] if rounded else []
             predicted = each.predicted or {}
             numbers += [predicted.get("norm"), predicted.get("cosine")] if ours else []
             marked = self.verdict.lost and each.block == self.verdict.block
@@ -203,19 +209,12 @@ class Inspection:
         certificate = judge(list(states), unjudged, normalised=normalised)
         cosines = np.stack([_cosines(state) for state in states])
         blocks = tuple(
-            BlockSignal(
-                block=at.block,
-                name=_name(at.block),
-                norm_min=at.diagonal_min,
-                norm_mean=at.diagonal_mean,
-                norm_max=at.diagonal_max,
-                cosine_mean=at.mean_cosine,
-                cosine_quantiles=_quantiles(cosine),
-                effective_rank=at.effective_rank,
+            replace(
+                _certified(asdict(at), cosine),
                 stable_rank=kernels.stable_rank(state) if np.isfinite(cosine).all() else _NAN,
                 collapse=kernels.rank_one_residual(state) if np.isfinite(cosine).all() else _NAN,
-                kurtosis=_NAN,
-                outlier=_NAN,
+                gradient_mean=None,
+                gradient_max=None,
             )
             for at, state, cosine in zip(certificate.reports, states, cosines, strict=True)
         )
@@ -274,10 +273,9 @@ def _check_blocks(blocks: Sequence[BlockSignal], verdict: Verdict, stack: np.nda
 def _block(entry: Mapping[str, Any]) -> BlockSignal:
     known = {each.name for each in fields(BlockSignal)}
     values = {name: value for name, value in entry.items() if name in known}
-    for name in ("norm_min", "norm_mean", "norm_max", "cosine_mean", "effective_rank", "stable_rank"):
-        values[name] = _number(values[name])
-    for name in ("collapse", "kurtosis", "outlier"):
-        values[name] = _number(values[name])
+    for each in fields(BlockSignal):
+        if each.type is float:
+            values[each.name] = _number(values[each.name])
     for name in ("parameter_gradients", "parameter_sizes", "predicted"):
         if isinstance(values.get(name), dict):
             values[name] = {kind: _number(value) for kind, value in values[name].items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.branches import LEFT
-from skipless.inspection.evidence import CUTS, Evidence, listed
+from skipless.inspection.evidence import CUTS, Evidence, listed, listed_blocks
 from skipless.inspection.gradients import Weight, reaches
 from skipless.inspection.inputs import own_network, readable
 from skipless.inspection.inspection import BlockSignal
@@ -36,7 +36,7 @@ _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 def on_stack(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
     """A sentence or two on each thing about a stack of blocks."""
-    names = [f"{number} ({name})" for number, (name, _) in enumerate(blocks, start=1)]
+    names = [each.which for each in evidence.signals[1:]]
     yield from _probed(names, seen)
     yield from _frozen(blocks, names)
     yield from _dropped(blocks)
@@ -120,7 +120,9 @@ _WIRED: dict[Callable[[Wired], Sequence | bool | None], str] = {
     lambda wired: wired.straight: "what {0} gives goes to {1} as it is, so that the two are one linear map: an "
     "activation between them is missing.",
     lambda wired: wired.open_gate: "what {0} and {1} give is multiplied as it is: the activation of a gate is missing.",
-    lambda wired: wired.sums and not _are_one(wired.sums) and wired.sums: "the weights by which attention takes values "
+    lambda wired: (
+        None if all(abs(each - 1.0) < _SUM for each in wired.sums or ()) else wired.sums
+    ): "the weights by which attention takes values "
     "do not sum to 1 for each query, but to {0:.2g} … {1:.2g}. Look for a softmax that is missing, runs over another "
     "axis than that of keys, or is followed by a mask or a factor.",
     lambda wired: wired.double: "a softmax reads what a softmax gives. Leave one of them out.",
@@ -136,10 +138,6 @@ def _wired(names: Sequence[str], every: Sequence[Wired]) -> Iterator[str]:
         if found:
             first = next(iter(found.values()))
             yield f"{_in_blocks([*found])} {words.format(*(first if isinstance(first, tuple) else ()))}"
-
-
-def _are_one(sums: tuple[float, float]) -> bool:
-    return all(abs(each - 1.0) < _SUM for each in sums)
 
 
 def _first_hidden(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
@@ -271,12 +269,15 @@ def of_model(model: nn.Module, batch: Any, output: Any, cut: Sequence[str]) -> I
     logits = readable(output)
     if logits is None:
         return
-    if _probabilities(logits):
+    some = logits.detach()[:2].to(torch.float32)
+    if logits.shape[-1] < 2 or not bool((some >= 0).all()):
+        return
+    if bool((some.sum(-1) - 1.0).abs().max() < 1e-2):
         yield (
             "What the model gives are probabilities: none is negative and each location's sum to 1. Cross-entropy "
             "takes logits, since it has a softmax of its own: leave out the last one."
         )
-    elif _bounded(logits):
+    elif some.numel() >= _MANY and bool((some <= 1).all()):
         yield (
             "All numbers that the model gives lie between 0 and 1, as behind a sigmoid. Cross-entropy takes logits, of "
             "any size: leave out what bounds them."
@@ -290,16 +291,9 @@ def _embedding_cut(model: nn.Module, cut: Sequence[str]) -> Iterator[str]:
     before = [name for name in tables if not any(name.startswith(f"{block.rpartition('.')[0]}.") for block in cut)]
     if cut and before:
         yield (
-            f"What enters {listed(cut)} is cut off from {listed(before)}, which is to learn and gets no gradient. Look "
-            f"between them for {CUTS}."
+            f"What enters {listed(cut)} is cut off from {listed(before)}: no gradient comes there. Look between them "
+            f"for {CUTS}."
         )
-
-
-def _probabilities(logits: Tensor) -> bool:
-    if logits.shape[-1] < 2:
-        return False
-    some = logits.detach()[:2].to(torch.float32)
-    return bool((some >= 0).all()) and bool((some.sum(-1) - 1.0).abs().max() < 1e-2)
 
 
 @torch.no_grad()
@@ -314,11 +308,6 @@ def _positions(model: nn.Module) -> Iterator[str]:
                 f"{int(count)} of the {len(table)} rows of {name} are the same as the row before them, so that "
                 "these positions are not told apart."
             )
-
-
-def _bounded(logits: Tensor) -> bool:
-    some = logits.detach()[:2].to(torch.float32)
-    return some.numel() >= _MANY and some.shape[-1] > 1 and bool((some >= 0).all() & (some <= 1).all())
 
 
 def _frozen_outside(model: nn.Module) -> Iterator[str]:
@@ -361,7 +350,7 @@ def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
     if any(still) and not all(still):
         which = [name for name, frozen in zip(names, still, strict=True) if frozen]
         verb = "is frozen: its parameters do" if len(which) == 1 else "are frozen: their parameters do"
-        yield f"{_blocks(which)} {verb} not learn. If that is not meant: requires_grad_(True)."
+        yield f"{listed_blocks(which)} {verb} not learn. If that is not meant: requires_grad_(True)."
     learning = [{label: p.requires_grad for label, p in block.named_parameters()} for _, block in blocks]
     for name, own in zip(names, learning, strict=True):
         odd = [
@@ -430,8 +419,8 @@ def _shared(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
             groups.setdefault(tuple(found), []).append(labels[key])
     for found, shared in groups.items():
         yield (
-            f"{_blocks([names[index] for index in found])} share {listed(shared)}: they are the same parameters. If "
-            "that is not meant: make a module for each block."
+            f"{listed_blocks([names[index] for index in found])} share {listed(shared)}: they are the same parameters. "
+            "If that is not meant: make a module for each block."
         )
 
 
@@ -469,11 +458,5 @@ def _untied(model: nn.Module) -> Iterator[str]:
 
 
 def _in_blocks(names: Sequence[str]) -> str:
-    which = _blocks(names).rstrip(",")
+    which = listed_blocks(names).rstrip(",")
     return f"In {which[0].lower()}{which[1:]},"
-
-
-def _blocks(names: Sequence[str]) -> str:
-    if len(names) > 4:
-        return f"{len(names)} blocks, from {names[0]} to {names[-1]},"
-    return f"Blocks {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f"Block {names[0]}"

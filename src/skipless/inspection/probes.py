@@ -10,6 +10,7 @@ that only the row between says whether rows see each other.
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from skipless.inspection.wiring import Wired, Wiring
 # kernel may differ in rounding.
 _SEEN, _MIXED = 1e-6, 1e-3
 _ORDER = 3e-6  # the same of tokens in another order, over the norm; rounding comes to a tenth of it
+_CONTEXT = 3e-4  # how far apart the last location is, over its norm, where others are, so that it sees them
 _ASKED = 0.1  # how far apart two rows have to be, over their norm, so that an order of tokens can be told
 _PADDING = 1e-5  # the same of other padding
 _DROWNED = 0.004  # how far apart two rows are, over their norm, where their tokens hardly matter
@@ -47,7 +49,8 @@ class Seen:
     from 1, that has it; ordered, whether it tells orders of tokens apart, None where that was not asked; told_apart,
     how far apart two rows of other tokens are after the first block, over their norm; unsteady, the first block that
     does not give the same twice; read, whether what the model gives changes with the last token; early, whether it
-    changes at earlier locations with it, though no block does; wired, by block. note: why nothing was asked."""
+    changes at earlier locations with it, though no block does; wired, by block. reads: whether what was changed enters
+    the stack. note: why nothing was asked."""
 
     leaks: Mapping[str, int] = field(default_factory=dict)
     ordered: bool | None = None
@@ -57,32 +60,36 @@ class Seen:
     wired: tuple[Wired, ...] = ()
     note: str = ""
     early: bool = False
+    reads: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Watched:
     """A stack that is probed: its blocks, whether its stream is (T, rows, width), whether it is made to see only what
-    came before, and whether attention was seen in it."""
+    came before, whether attention was seen in it, and whether it is called a decoder."""
 
     blocks: Sequence[nn.Module]
     swapped: bool = False
     masked: bool = False
     attends: bool = False
+    decoder: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class _Ran:
-    """One run: what every block of every stack gave, as (rows, T, width), and what the model gave."""
+    """One run: what every block of every stack gave, as (rows, T, width), the first row of what entered each stack, and
+    what the model gave."""
 
     states: list[list[Tensor]]
+    entered: list[list[Tensor]]
     output: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class _Compared:
     """What one block gave in two runs of three rows. change: norms (rows, T) of the difference between the runs;
-    between: norms (T,) of the first run's first row less its second; norms: (rows, T) of the first run; swap: norms of
-    the first row less the third, at the last location and of the mean one."""
+    between: norms (T,) of the first run's first row less its second, which ends alike; norms: (rows, T) of the first
+    run; swap: norms of the first row less the third, at the last location and of the mean one."""
 
     change: np.ndarray
     between: np.ndarray
@@ -104,44 +111,48 @@ class _Compared:
 
 
 @torch.no_grad()
-def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], decoder: bool) -> list[Seen]:
-    """What every stack sees of the ids in `batch`, of decoder_input_ids for a decoder's; of other inputs, of rows."""
+def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: bool = False) -> list[Seen]:
+    """What every stack sees of the ids in `batch`, or of the second ones, as a decoder's; of other inputs, of rows."""
     whole = _whole_rows(batch)
-    asked = None if whole is None else _questions(model, whole, decoder)
+    asked = None if whole is None else _questions(model, whole, second)
     if whole is None or asked is None:
-        return [Seen()] * len(stacks)
+        return [Seen(reads=False)] * len(stacks)
     name, plain, changed = asked
     blocks = [(block, stack.swapped) for stack in stacks for block in stack.blocks]
     wiring = Wiring([block for block, _ in blocks], [swapped for _, swapped in blocks])
     before = _run(model, _with_rows(whole, name, plain), stacks, wiring.around())
     after = _run(model, _with_rows(whole, name, changed), stacks, wiring.doubled())
-    causal = decoder or (predicts_next(model) and "XLNet" not in type(model).__name__)
+    predicts = predicts_next(model) and "XLNet" not in type(model).__name__
     differ = not torch.equal(plain[0], plain[1]), not torch.equal(plain[0], plain[2])
+    of_images = plain.is_floating_point()
+    paired = id_keys(batch)[1] is not None
+    entered = zip(before.entered, after.entered, strict=True)
+    reads = [second or not paired or not all(map(torch.equal, x, y)) for x, y in entered]
     found = []
-    for x, y, stack in zip(before.states, after.states, stacks, strict=True):
-        compared = _Compared.of(x, y) if x and y else []
-        of_images = plain.is_floating_point()
-        found.append(
-            _of_images(compared, differ[1])
-            if of_images
-            else _of_ids(compared, differ[0], causal or stack.masked or (stack.attends and _one_ahead(compared)))
-        )
-    alone = not plain.is_floating_point() and len(stacks) == 1
+    for x, y, stack, own in zip(before.states, after.states, stacks, reads, strict=True):
+        compared = _Compared.of(x, y) if x and y and own else []
+        causal = predicts or stack.masked or (second and stack.decoder) or (stack.attends and _one_ahead(compared))
+        found.append(_of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal))
+    last = reads == [True] and not of_images  # an encoder is followed by what gives the answer
+    alone = last or (paired and not of_images and reads.count(True) == 1)
     read = _changed(before.output, after.output) if alone else None
-    early = alone and _early(before, after)
+    early = last and _early(before, after)
     if early or any(each.leaks or each.ordered is False for each in found):
         again = _run(model, _with_rows(whole, name, plain), stacks)
         early = early and not _changed(before.output, again.output)
         unsteady = [_first_apart(x, y) for x, y in zip(before.states, again.states, strict=True)]
         if any(each is not None for each in unsteady):
             return [Seen(unsteady=each) for each in unsteady]  # so a change says nothing
-    wired, start = [], 0
-    for stack in stacks:
-        wired.append(tuple(wiring.found[start : start + len(stack.blocks)]))
-        start += len(stack.blocks)
+    wired = iter(wiring.found)
     return [
-        replace(each, read=read if each.leaks == {} else None, wired=own, early=early)
-        for each, own in zip(found, wired, strict=True)
+        replace(
+            each,
+            read=read if own and not each.leaks else None,
+            wired=tuple(islice(wired, len(stack.blocks))),
+            early=early,
+            reads=own,
+        )
+        for each, stack, own in zip(found, stacks, reads, strict=True)
     ]
 
 
@@ -177,9 +188,9 @@ def _whole_rows(batch: Batch) -> Batch | None:
     return some_rows(batch, whole) if whole else None
 
 
-def _questions(model: nn.Module, batch: Batch, decoder: bool) -> tuple[str | int, Tensor, Tensor] | None:
+def _questions(model: nn.Module, batch: Batch, second: bool) -> tuple[str | int, Tensor, Tensor] | None:
     """(what is changed, its three rows, and these changed)."""
-    key = id_keys(batch)[decoder]
+    key = id_keys(batch)[second]
     if key is None:
         floats = ((n, v) for n, v in parts_of(batch).items() if isinstance(v, Tensor) and v.is_floating_point())
         name, values = next(floats, ("", None))
@@ -192,8 +203,9 @@ def _questions(model: nn.Module, batch: Batch, decoder: bool) -> tuple[str | int
     first = ids[0]
     if ids.shape[1] < 4 or bool((first == first[0]).all()):
         return None
-    backwards = torch.cat([first[:-1].flip(0), first[-1:]])
-    plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), backwards])
+    plain = torch.stack([first, ids[1] if len(ids) > 1 else first.roll(1), first])
+    plain[2, :-1] = first[:-1].flip(0)
+    plain[1, -1] = first[-1]  # so that the last location tells whether it sees the others
     changed = plain.clone()
     changed[0, -1] = next(token for token in first if token != first[-1])
     return key, plain, changed
@@ -246,9 +258,9 @@ def _one_ahead(compared: Sequence[_Compared]) -> bool:
 
 
 def _told_apart(first: _Compared) -> float:
-    """The lower median over locations of the distance between two rows, over their norm."""
+    """The median over locations, but for the last, of the distance between two rows, over their norm."""
     norms = (first.norms[0] + first.norms[1]) / 2
-    return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) - 1) // 2])
+    return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) + 1) // 2])
 
 
 def drowned(seen: Seen) -> bool:
@@ -290,15 +302,17 @@ def _leaks(compared: Sequence[_Compared], differ: bool, causal: bool) -> dict[st
     return found
 
 
-def _ordered(compared: Sequence[_Compared]) -> bool:
-    """Whether the last location tells orders of the tokens before it apart.
+def _ordered(compared: Sequence[_Compared]) -> bool | None:
+    """Whether the last location tells orders of the tokens before it apart; None where it hardly sees them, as behind
+    outputs that start at zero, or a LayerScale.
 
     Of what looks both ways, after all blocks. Of what looks back, after the first: its mask tells orders apart later,
     since each location has then gathered what came before it.
     """
     back = not compared[0].change[0, :-1].any()
     each = compared[0 if back else -1]
-    return bool(each.swap[0] > _ORDER * each.norms[0, -1])
+    norm = each.norms[0, -1]
+    return bool(each.swap[0] > _ORDER * norm) if each.between[-1] > _CONTEXT * norm else None
 
 
 def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
@@ -328,9 +342,12 @@ def _run(
 ) -> _Ran:
     """Nothing is given of a stack whose blocks do not run once each."""
     given: list[list[Tensor]] = [[] for _ in stacks]
+    entered: list[list[Tensor]] = [[] for _ in stacks]
     with ExitStack() as hooks:
-        for stack, states in zip(stacks, given, strict=True):
-            hooks.enter_context(listening(stack.blocks, after=_kept(states, stack.swapped)))
+        for stack, states, first in zip(stacks, given, entered, strict=True):
+            hooks.enter_context(
+                listening(stack.blocks, _entering(first, stack.swapped), _leaving(states, stack.swapped))
+            )
         args, kwargs = model_inputs(model, batch)
         with watch or nullcontext(), BaseTorchFunctionMode():  # under a mode, torch's layers run alike in every run
             output = model(*args, **kwargs)
@@ -339,10 +356,18 @@ def _run(
         len(x) == len(each.blocks) and all(len(y) == rows for y in x) for x, each in zip(given, stacks, strict=True)
     )
     states = [states if fits else [] for states, fits in zip(given, whole, strict=True)]
-    return _Ran(states, readable(output))
+    return _Ran(states, entered, readable(output))
 
 
-def _kept(states: list[Tensor], swapped: bool):
+def _entering(entered: list[Tensor], swapped: bool):
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not entered:  # a block may change it in place
+            entered.append(rows_first(hidden([*args, *kwargs.values()]), swapped)[0].clone())
+
+    return lambda index: hook
+
+
+def _leaving(states: list[Tensor], swapped: bool):
     def hook(module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
         states.append(rows_first(hidden(out), swapped).float())
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.evidence import Evidence, listed, odd_parameters
+from skipless.inspection.evidence import Evidence, listed, listed_blocks, odd_parameters
 from skipless.inspection.gradients import Weight
 from skipless.inspection.stacks import Block
 from skipless.inspection.statistics import fetched
@@ -36,7 +36,7 @@ def set_apart(blocks: Sequence[Block], names: Sequence[str], evidence: Evidence)
     yield from _emptied(names, evidence.weights)
     if len(blocks) >= _FEWEST:
         held = [_held(block) for _, block in blocks]
-        odd = sorted(_apart(held), key=lambda each: each[:2])
+        odd = sorted(_differences(held), key=lambda each: each[:2])
         yield from _numbers(names, odd)
         yield from _classes(names, odd)
         yield from _lacking(names, odd, held)
@@ -58,7 +58,7 @@ def _sizes(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
     """Parameters of another size than those of the same name in the other blocks."""
     weights = evidence.weights
     for block, name in enumerate(names, start=1):
-        said = {label for label, _ in odd_parameters(weights, evidence.cousins, block)}
+        said = {label for label, _ in odd_parameters(evidence, block)}
         ratios = {n: r for n in weights[block - 1] if n not in said and (r := _ratio(weights, n, block)) is not None}
         if not ratios:
             continue
@@ -115,7 +115,7 @@ def _times(ratio: float) -> str:
 
 
 Held = Mapping[tuple[str, str], Hashable]  # of a module's name and an attribute's
-Apart = tuple[int, tuple[str, str], Any, Any]  # block from 0, where, its own value, that of all others
+Difference = tuple[int, tuple[str, str], Any, Any]  # block from 0, where, its own value, that of all others
 
 
 def _held(block: nn.Module) -> Held:
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Hashable:
     return ("None", None) if value is None else None
 
 
-def _apart(held: Sequence[Held]) -> Iterator[Apart]:
+def _differences(held: Sequence[Held]) -> Iterator[Difference]:
     for place in {place for each in held for place in each}:
         values = [each.get(place) for each in held]
         odd = _odd(values)
@@ -149,7 +149,7 @@ def _apart(held: Sequence[Held]) -> Iterator[Apart]:
             yield odd, place, values[odd], values[odd - 1]
 
 
-def _numbers(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
+def _numbers(names: Sequence[str], found: Sequence[Difference]) -> Iterator[str]:
     """A number or a function that one block has and no other. Whole numbers may be flags and windows, and are not said
     to be odd."""
     for odd, (module, word), own, others in found:
@@ -171,7 +171,7 @@ def _short(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value).removeprefix("torch.")
 
 
-def _classes(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
+def _classes(names: Sequence[str], found: Sequence[Difference]) -> Iterator[str]:
     """A module of another class in one block, whose parameters have the shapes of the others'. Where one of the two
     does nothing, the block is made so, unless it is an activation that is missing."""
     shaped = {odd for odd, (_, word), *_ in found if word.startswith("shape of ")}
@@ -186,7 +186,7 @@ def _classes(names: Sequence[str], found: Sequence[Apart]) -> Iterator[str]:
         )
 
 
-def _lacking(names: Sequence[str], found: Sequence[Apart], held: Sequence[Held]) -> Iterator[str]:
+def _lacking(names: Sequence[str], found: Sequence[Difference], held: Sequence[Held]) -> Iterator[str]:
     """A parameter that one block's module does not have, though it is of the others' class."""
     for odd, (module, word), own, others in found:
         alike = len({each.get((module, "class")) for each in held}) == 1
@@ -248,7 +248,7 @@ def _operations(names: Sequence[str], held: Sequence[Held], evidence: Evidence) 
         return
     called = [each.operations for each in evidence.wired]
     odd = _odd([frozenset(each.items()) for each in called])
-    if odd is None or any(block == odd for block, *_ in _apart(held)) or any("expert" in n for n, _ in held[odd]):
+    if odd is None or any(block == odd for block, *_ in _differences(held)) or any("expert" in n for n, _ in held[odd]):
         return  # built otherwise, so it is meant; experts are called as tokens come
     common = called[odd - 1]
     more, less = called[odd] - common, common - called[odd]
@@ -265,9 +265,9 @@ def _operations(names: Sequence[str], held: Sequence[Held], evidence: Evidence) 
 def _counts(calls: Counter[str]) -> str:
     words = []
     for call, count in calls.items():
-        name = call.partition("(")[0]
-        kind = f"{_KINDS[name]}, " if name in _KINDS else ""
-        words.append(f"{kind}{call.replace('()', '')}{f' {count} times' if count > 1 else ''}")
+        plain, read, _ = call.replace("()", "").partition(INPUT)
+        kind = _KINDS.get(plain.partition("(")[0])
+        words.append(f"{f'{kind} ({plain})' if kind else plain}{read}{f' {count} times' if count > 1 else ''}")
     return "; ".join(words[:_CALLS]) + (f" and {len(words) - _CALLS} more" if len(words) > _CALLS else "")
 
 
@@ -296,11 +296,10 @@ def _copies(blocks: Sequence[Block], names: Sequence[str], weights: Sequence[Map
     for same, labels in found.items():
         every = len(labels) == len(matrices) > 1
         if every or len(same) < sum(labels[0] in own for own in weights):
-            which = f"{len(same)} blocks, from {names[same[0]]} to {names[same[-1]]}," if len(same) > 4 else ""
-            which = which or f"Blocks {', '.join(names[each] for each in same[:-1])} and {names[same[-1]]}"
+            which, what = listed_blocks([names[each] for each in same]), "weights" if every else listed(labels)
             yield (
-                f"{which} hold the same {'weights' if every else listed(labels)}. If that is not meant: look for a "
-                "copy of one block, and for a checkpoint whose names are off by one."
+                f"{which} hold the same {what}. If that is not meant: look for a copy of one block, and for a "
+                "checkpoint whose names are off by one."
             )
 
 

@@ -54,7 +54,7 @@ def find_stacks(model: nn.Module, names: Sequence[str] | str | None = None) -> l
     attending = [(name, each) for name, each in lists if _all_attend(each)]
     inner = [(name, each) for name, each in attending if not _holds_stacks(name, attending)]
     found = [pair for pair in inner if not _inside(pair[0], [other for other in inner if other is not pair])]
-    runs = [run for name, each in lists if (run := _run(name, each)) and not _covers(run, found)]
+    runs = [run for name, each in lists if (run := _longest_run(name, each)) and not _covers(run, found)]
     outer = [*found, *(block for run in runs for block in run)]
     mixed = [(n, each) for n, each in lists if _alike(each) and not _inside(n, outer) and not _stages(n, each, outer)]
     longest = max(mixed, key=lambda pair: len(pair[1]), default=None)
@@ -84,7 +84,7 @@ def _all_attend(group: nn.ModuleList | nn.Sequential) -> bool:
     return len(group) > 0 and all(next(m.children(), None) is not None and holds_attention(m) for m in group)
 
 
-def _run(name: str, group: nn.ModuleList | nn.Sequential) -> list[Block]:
+def _longest_run(name: str, group: nn.ModuleList | nn.Sequential) -> list[Block]:
     """The longest run of blocks that are built alike, each with attention, in a list that holds other things too."""
     best: list[Block] = []
     run: list[Block] = []
@@ -232,13 +232,11 @@ def _nothing_found(model: nn.Module, lists: Sequence[Block]) -> str:
             f"{plain} of {type(model).__name__} is a plain list of modules: parameters() does not see them, so an "
             f"optimizer does not either; make it a list that torch knows: nn.ModuleList({plain.rpartition('.')[2]})"
         )
-    longest = max(
-        (pair for pair in lists if pair[0]), key=lambda pair: len([*pair[1].children()]), default=("", model)
-    )[0]
+    named = (pair for pair in lists if pair[0])
+    longest = max(named, key=lambda pair: len([*pair[1].children()]), default=("encoder", model))[0]
     return (
         f"{type(model).__name__} has no list of modules that each hold attention (lists seen: {seen or 'none'}); "
-        f"name its blocks: blocks=['{longest or 'encoder'}.0', '{longest or 'encoder'}.1', …] or "
-        f"blocks='{longest or 'encoder'}'"
+        f"name its blocks: blocks=['{longest}.0', '{longest}.1', …] or blocks='{longest}'"
     )
 
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from skipless.inspection.attention import SOFTMAX
 from skipless.inspection.hooks import exchanged
 from skipless.inspection.stacks import hidden, is_called, listening
 from skipless.inspection.statistics import fetched, wide
 
 _LINEAR = (F.linear, torch.addmm)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.einsum)
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "mish", "softplus", "hardswish")
 INPUT = " of the block's input"  # of calls that read it
 # Calls that compute nothing, as of hooks that only listen.
@@ -40,7 +40,7 @@ _NOT_BY_LOCATION = ("batch", "group", "instance", "sync", "nonorm", "2d", "3d", 
 _FITS = 0.999  # share of the scores' variance that products of queries and keys explain where nothing else is added
 
 
-@dataclass(frozen=True)
+@dataclass
 class Wired:
     """One block. scale: by what products of queries and keys are multiplied, times the root of the head's width; None
     where that was not seen. mixed: "result" or "values" where these are cut into heads without moving the axis of
@@ -90,15 +90,10 @@ class Wiring(TorchFunctionMode):
         self.blocks = list(blocks)
         self._rows = [1 if each else 0 for each in swapped or [False] * len(self.blocks)]
         self._names = [{id(p): name for name, p in block.named_parameters()} for block in blocks]
-        self._straight: dict[int, tuple[str, str]] = {}
+        self._wired = [Wired() for _ in self.blocks]  # without what is read off a GPU in the end
         self._scales: dict[int, list[float | tuple[Tensor, float]]] = {}
-        self._head_widths: dict[int, tuple[int, int]] = {}
         self._orders: list[tuple[int, str, Tensor, Tensor]] = []
-        self._behind: dict[int, tuple[str, str]] = {}
-        self._open: dict[int, tuple[str, str]] = {}
-        self._softmaxed: set[int] = set()
         self._bounds: dict[int, Tensor] = {}
-        self._operations: dict[int, Counter[str]] = {index: Counter() for index in range(len(self.blocks))}
         self._twice: dict[int, Tensor] = {}
         self._once: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
@@ -140,19 +135,10 @@ class Wiring(TorchFunctionMode):
         gains = {index: _gain(next(numbers), self._twice[index].shape[-1]) for index in self._sums}
         sums = {index: (float(low), float(high)) for index, (low, high) in zip(self._bounds, numbers, strict=True)}
         return [
-            Wired(
-                scales.get(index),
-                mixed.get(index, ""),
-                self._straight.get(index),
-                gains.get(index),
-                sums.get(index),
-                self._behind.get(index),
-                self._operations[index],
-                *self._head_widths.get(index, (0, 1)),
-                self._open.get(index),
-                index in self._softmaxed,
+            replace(
+                each, scale=scales.get(index), mixed=mixed.get(index, ""), gain=gains.get(index), sums=sums.get(index)
             )
-            for index in range(len(self.blocks))
+            for index, each in enumerate(self._wired)
         ]
 
     def _forget(self) -> None:
@@ -207,7 +193,7 @@ class Wiring(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if self._block is not None and func.__name__ not in _ASKING:
-            self._operations[self._block][f"{_called(func, args, kwargs)}{self._reads(args)}"] += 1
+            self._wired[self._block].operations[f"{_called(func, args, kwargs)}{self._reads(args)}"] += 1
             if isinstance(out, Tensor):
                 self._heard(self._block, func, (args, kwargs), out)
         return out
@@ -225,7 +211,7 @@ class Wiring(TorchFunctionMode):
         elif func is F.scaled_dot_product_attention:
             q, v, scale = args[0], args[2], kwargs.get("scale")
             width = q.shape[-1] ** 0.5
-            self._head_widths.setdefault(index, (q.shape[-1], q.shape[1] if q.dim() == 4 else 1))
+            self._heads(index, q.shape[-1], q.shape[1] if q.dim() == 4 else 1)
             self._scales.setdefault(index, []).append(1.0 if scale is None else float(scale) * width)
             self._values(index, v)
             self._result = out
@@ -234,22 +220,22 @@ class Wiring(TorchFunctionMode):
             lists = [arg if isinstance(arg, tuple | list) else (arg,) for arg in (*args, *kwargs.values())]
             operands = [each for one in lists for each in one if isinstance(each, Tensor)]
             self._product(index, func, operands, out)
-        elif func in _SOFTMAX and out.dim() == 4:
+        elif func in SOFTMAX and out.dim() == 4:
             axis = args[1] if len(args) > 1 else kwargs.get("dim")
             self._softmax(index, args[0] if args else kwargs["input"], out if axis in (-1, 3) else None)
         elif _plain(func) == "mul" and len(args) == 2 and all(isinstance(each, Tensor) for each in args):
             made = [next((p.name for p in self._products if p.wider and p.is_read(each)), "") for each in args]
             if all(made) and made[0] != made[1]:
-                self._open[index] = (made[0], made[1])
+                self._wired[index].open_gate = (made[0], made[1])
         elif _plain(func) in ACTIVATIONS and args and isinstance(args[0], Tensor):
             last = next((each for each in self._products if each.narrower and each.is_read(args[0])), None)
             if last is not None:
-                self._behind[index] = (last.name, _plain(func))
+                self._wired[index].behind = (last.name, _plain(func))
 
     def _matrix(self, index: int, x: Tensor, name: str | None, out: Tensor) -> None:
         straight = next((each for each in self._products if each.wider and each.is_read(x)), None)
         if straight is not None and name is not None and name != straight.name:
-            self._straight[index] = (straight.name, name)
+            self._wired[index].straight = (straight.name, name)
         if self._result is not None and x.numel() == self._result.numel() and x.dim() == 3:
             self._merged(index, x, self._result)
             self._result = None
@@ -271,6 +257,12 @@ class Wiring(TorchFunctionMode):
         elif weights is None and len(operands) == 2:
             self._scores, self._asked = (out[0].clone(), operands[0].shape[-1]), True
 
+    def _heads(self, index: int, width: int, heads: int) -> None:
+        """Of a block's first attention."""
+        own = self._wired[index]
+        if own.head_width == 0:
+            own.head_width, own.heads = width, heads
+
     def _weighted(self, index: int, weights: Tensor) -> None:
         """Values are taken by weights (rows, heads, T, T) that are no softmax over keys, nor a part of one."""
         softmax = self._weights
@@ -280,11 +272,11 @@ class Wiring(TorchFunctionMode):
 
     def _softmax(self, index: int, scores: Tensor, out: Tensor | None) -> None:
         if self._weights is not None and scores.data_ptr() == self._weights.data_ptr():
-            self._softmaxed.add(index)
+            self._wired[index].double = True
         if self._scores is not None and self._scores[0].shape == scores.shape[1:]:
             products, width = self._scores
-            self._head_widths.setdefault(index, (width, scores.shape[1]))
-            self._scales.setdefault(index, []).append((_together(products, scores[0]), width**0.5))
+            self._heads(index, width, scores.shape[1])
+            self._scales.setdefault(index, []).append((_covariance(products, scores[0]), width**0.5))
         self._scores, self._weights = None, out
 
     def _values(self, index: int, v: Tensor) -> None:
@@ -401,7 +393,7 @@ def _gain(gram: np.ndarray, width: int) -> float | None:
     return gain if chance < _CHANCE else None
 
 
-def _together(products: Tensor, scores: Tensor) -> Tensor:
+def _covariance(products: Tensor, scores: Tensor) -> Tensor:
     """(2, 2), what products of queries and keys and scores vary by and together, over keys that no mask hides."""
     seen = (scores > _HIDDEN) & torch.isfinite(products)
     both = torch.stack([products, scores]).to(wide(scores)).where(seen, 0.0).flatten(1)

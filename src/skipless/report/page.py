@@ -183,23 +183,23 @@ def _names(inspections: Sequence[Inspection]) -> list[str]:
 
 
 def _breakable(name: str) -> str:
-    """A name in HTML that may be broken between its words, and no number."""
+    """A text in HTML whose names may be broken between their words, and no number."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\w[./_])(?=[A-Za-z_])|(?<=[A-Za-z][./_])(?=\d)", "<wbr>", escape(name))
 
 
 def _card(index: int, inspection: Inspection, name: str) -> str:
     """A verdict in plain words, and the box that shows or hides the network below."""
     verdict = inspection.verdict
-    advice = f'<p class="advice"><b>What to change:</b> {escape(inspection.advice)}</p>' if inspection.advice else ""
-    doubted = f"; {len(inspection.doubts)} thing{'s' * (len(inspection.doubts) > 1)} to look at" * bool(
-        inspection.doubts
+    advice = (
+        f'<p class="advice"><b>What to change:</b> {_breakable(inspection.advice)}</p>' if inspection.advice else ""
     )
-    doubted *= not verdict.lost
-    advice += "".join(f'<p class="advice"><b>Note:</b> {escape(note)}</p>' for note in inspection.notes)
+    doubts = 0 if verdict.lost else len(inspection.doubts)
+    doubted = f"; {doubts} thing{'s' * (doubts > 1)} to look at" * (doubts > 0)
+    advice += "".join(f'<p class="advice"><b>Note:</b> {_breakable(note)}</p>' for note in inspection.notes)
     return (
         f'<article class="card {escape(verdict.kind)}"><h3><span class="mark" aria-hidden="true">'
         f"{_MARKS[verdict.kind]}</span> {_breakable(name)}</h3>"
-        f'<p class="kind">{escape(_PLAIN[verdict.kind])}{doubted}</p><p>{escape(verdict.text)}</p>{advice}'
+        f'<p class="kind">{escape(_PLAIN[verdict.kind])}{doubted}</p><p>{_breakable(verdict.text)}</p>{advice}'
         f'<label class="toggle"><input type="checkbox" data-network="{index}"> '
         f'<svg class="key" data-key="{index}" width="28" height="10" aria-hidden="true"></svg> show below'
         "</label></article>"
