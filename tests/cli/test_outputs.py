@@ -158,13 +158,17 @@ def test_an_experiment_from_elsewhere_trains_in_runs_or_not_at_all(tmp_path, mon
     assert json.loads(Path("foreign.json").read_text())["name"] == "../../escaped"
 
 
-def test_results_outlive_the_reader_of_the_table(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("report")])
+def test_results_outlive_the_reader_of_the_table(place, tmp_path, monkeypatch, name):
     def gone(*_) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("skipless.cli.evaluate.print_table", gone)
-    invoke(*commands(place)["eval --json"], tmp_path / "found.json")
-    assert json.loads((tmp_path / "found.json").read_text())["texts"]
+    command = name.split()[0]
+    monkeypatch.setattr(f"skipless.cli.{command.replace('eval', 'evaluate')}.print_table", gone)
+    path = tmp_path / f"found{suffix(name)}"
+    invoke(*commands(place)[name], path)
+    found = path.read_bytes()
+    assert found.startswith(b"\x89PNG") if path.suffix == ".png" else json.loads(found)
 
 
 @pytest.mark.parametrize("option", ["length", "max-tokens", "limit"])

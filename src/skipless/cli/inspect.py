@@ -354,6 +354,14 @@ def _report(found: Inspection, json_file: Path | None, figure: Path | None, half
 
     to_stdout = str(json_file) == "-"
     console = Console(stderr=to_stdout)
+    # files first: a line may find its reader gone
+    if json_file is not None and not to_stdout:
+        write_output(json_file, found.to_json().encode())
+    if figure is not None:
+        from skipless.figures.inspection import inspection_figure
+        from skipless.figures.style import render
+
+        write_output(figure, render(inspection_figure(found), figure.suffix.lower()))
     _show(console, found)
     if half is not None:
         share = found.blocks[-1].rounding
@@ -361,13 +369,8 @@ def _report(found: Inspection, json_file: Path | None, figure: Path | None, half
     if to_stdout:
         sys.stdout.write(found.to_json() + "\n")
     elif json_file is not None:
-        write_output(json_file, found.to_json().encode())
         print_text(console, f"data: {json_file}")
     if figure is not None:
-        from skipless.figures.inspection import inspection_figure
-        from skipless.figures.style import render
-
-        write_output(figure, render(inspection_figure(found), figure.suffix.lower()))
         print_text(console, f"figure: {figure}")
 
 

@@ -148,28 +148,36 @@ def _report(selection: Selection, studies: Sequence[Study], figure: Path | None,
 
     to_stdout = str(json_file) == "-"
     said, console = report(selection, studies), Console(stderr=to_stdout)
+    # files first: a line may find its reader gone
+    if json_file is not None and not to_stdout:
+        write_output(json_file, as_json(selection, studies).encode())
+    drawn = figure is not None and _drawn(selection, studies, figure)
     print_table(console, said.head, said.rows, said.styles)
     if said.legend:
         print_text(console, said.legend)
     if to_stdout:
         sys.stdout.write(as_json(selection, studies))
     elif json_file is not None:
-        write_output(json_file, as_json(selection, studies).encode())
         print_text(console, f"data: {json_file}")
-    if figure is not None:
-        try:
-            picture = draw(selection, studies)
-        except ModuleNotFoundError as missing:
-            if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
-                raise
-            say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]'")
-        else:
-            from skipless.figures.style import render
-
-            write_output(figure, render(picture, figure.suffix.lower()))
-            print_text(console, f"figure: {figure}")
+    if drawn:
+        print_text(console, f"figure: {figure}")
     console.print()
     print_text(console, said.closing, style="bold", wrap=True)
+
+
+def _drawn(selection: Selection, studies: Sequence[Study], figure: Path) -> bool:
+    """Draw the figure, where there is something to draw with."""
+    try:
+        picture = draw(selection, studies)
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
+            raise
+        say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]'")
+        return False
+    from skipless.figures.style import render
+
+    write_output(figure, render(picture, figure.suffix.lower()))
+    return True
 
 
 _COLOURS = {"preserved": "green", "drift": "yellow"}
@@ -256,7 +264,7 @@ def _sentence(studies: Sequence[Study], last: int) -> str:
     if lost:
         parts.append(f"The signal dies in {len(lost)} of {len(studies)} networks: {'; '.join(lost)}.")
     if kept:
-        parts.append(f"It survives all {last} blocks of {'; '.join(kept)}.")
+        parts.append(f"It survives {f'all {last} blocks' if last > 1 else 'the one block'} of {'; '.join(kept)}.")
     return " ".join(parts)
 
 

@@ -12,7 +12,7 @@ from skipless.inspection.faults import first_fault
 from skipless.inspection.inputs import own_network
 from skipless.inspection.inspection import BlockSignal
 from skipless.model.config import ModelConfig
-from skipless.theory.certificate import Thresholds, Verdict
+from skipless.theory.certificate import Thresholds, Verdict, survives
 from skipless.theory.feasibility import round_up, smallest_gamma_final
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
 
@@ -146,13 +146,13 @@ def _preserved(signals: Sequence[BlockSignal], structure: Structure, limits: Thr
     drifting = [each for each in signals[1:] if not low <= each.norm_min <= each.norm_max <= high]
     if drifting and not structure.norms:
         text = (
-            f"The signal survives all {last.block} blocks, but from block {drifting[0].block} on squared norms leave "
+            f"{survives(last.block)}, but from block {drifting[0].block} on squared norms leave "
             f"{1 / limits.drift:g} … {limits.drift:g} times the input's: they end in "
             f"{last.norm_min / start:.3g} … {last.norm_max / start:.3g}."
         )
         return Verdict("drift", drifting[0].block, text)
     rank = f", effective rank {last.effective_rank:.1f}" if math.isfinite(last.effective_rank) else ""
-    text = f"The signal survives all {last.block} blocks: mean cosine {last.cosine_mean:.3f}{rank}."
+    text = f"{survives(last.block)}: mean cosine {last.cosine_mean:.3f}{rank}."
     return Verdict("preserved", None, text)
 
 

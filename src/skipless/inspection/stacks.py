@@ -187,7 +187,7 @@ def _zipped(model: nn.Module, name: str) -> list[Block]:
 def _module(model: nn.Module, name: str) -> nn.Module:
     modules = dict(model.named_modules())
     if name not in modules:
-        raise ValueError(f"the model has no module {name!r}; {nearest(name, modules)}")
+        raise ValueError(f"the model has no module {name!r}; {nearest(name, filter(None, modules))}")
     return modules[name]
 
 

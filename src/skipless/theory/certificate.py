@@ -193,16 +193,20 @@ def _verdict(reports: Sequence[BlockReport], normalised: bool, limits: Threshold
             return Verdict(
                 "drift",
                 report.block,
-                f"The signal survives all {last.block} blocks, but from block {report.block} on squared norms leave "
+                f"{survives(last.block)}, but from block {report.block} on squared norms leave "
                 f"[{1 / limits.drift:g}, {limits.drift:g}]: the diagonal ends in "
                 f"[{last.diagonal_min:.3g}, {last.diagonal_max:.3g}]. In SPA calibration='exact' keeps it at 1.",
             )
     return Verdict(
         "preserved",
         None,
-        f"The signal survives all {last.block} blocks: mean cosine {last.mean_cosine:.3f}, "
-        f"effective rank {last.effective_rank:.1f}.",
+        f"{survives(last.block)}: mean cosine {last.mean_cosine:.3f}, effective rank {last.effective_rank:.1f}.",
     )
+
+
+def survives(blocks: int) -> str:
+    """How the verdict of a network begins whose signal reaches the end."""
+    return f"The signal survives {f'all {blocks} blocks' if blocks > 1 else 'the one block'}"
 
 
 def _lost_forward(report: BlockReport, normalised: bool, limits: Thresholds) -> Verdict | None:
