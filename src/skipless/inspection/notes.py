@@ -17,7 +17,7 @@ from skipless.inspection.evidence import CUTS, Evidence, listed, listed_blocks
 from skipless.inspection.gradients import Weight, reaches
 from skipless.inspection.inputs import own_network, readable
 from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.probes import Seen, drowned
+from skipless.inspection.probes import Seen, drowned, hardly_mixed
 from skipless.inspection.siblings import set_apart
 from skipless.inspection.stacks import Block, plain_lists
 from skipless.inspection.statistics import fetched
@@ -63,6 +63,12 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
         yield (
             "It does not see positions: the same tokens in another order give the same. Add positions, or look at "
             "those that it has: they may be the same for all locations. A set needs none."
+        )
+    if hardly_mixed(seen):
+        yield (
+            "Locations hardly see each other: with other tokens before it, the last one moves by "
+            f"{seen.context:.1e} of its norm. Look at the size of the token embedding beside what blocks add to it, "
+            "and for factors on their branches, such as a LayerScale."
         )
     if seen.unsteady is not None:
         yield (

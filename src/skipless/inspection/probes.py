@@ -50,7 +50,8 @@ class Seen:
     how far apart two rows of other tokens are after the first block, over their norm; unsteady, the first block that
     does not give the same twice; read, whether what the model gives changes with the last token; early, whether it
     changes at earlier locations with it, though no block does; wired, by block. reads: whether what was changed enters
-    the stack. note: why nothing was asked."""
+    the stack. context: how far the last location moves, over its norm, where those before it have other tokens. note:
+    why nothing was asked."""
 
     leaks: Mapping[str, int] = field(default_factory=dict)
     ordered: bool | None = None
@@ -61,6 +62,7 @@ class Seen:
     note: str = ""
     early: bool = False
     reads: bool = True
+    context: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,8 +247,12 @@ def _of_ids(compared: Sequence[_Compared], differ: bool, causal: bool) -> Seen:
     if not _finite(compared):
         return Seen()
     told_apart = _told_apart(compared[0])
-    ordered = _ordered(compared) if told_apart > _ASKED else None
-    return Seen(_leaks(compared, differ, causal), ordered, told_apart)
+    leaks = _leaks(compared, differ, causal)
+    if not told_apart > _ASKED:
+        return Seen(leaks, told_apart=told_apart)
+    context, swap = _context(compared)
+    ordered = swap > _ORDER if context > _CONTEXT else None  # what is hardly seen has no order
+    return Seen(leaks, ordered, told_apart, context=context)
 
 
 def _one_ahead(compared: Sequence[_Compared]) -> bool:
@@ -261,6 +267,11 @@ def _told_apart(first: _Compared) -> float:
     """The median over locations, but for the last, of the distance between two rows, over their norm."""
     norms = (first.norms[0] + first.norms[1]) / 2
     return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) + 1) // 2])
+
+
+def hardly_mixed(seen: Seen) -> bool:
+    """Whether locations see each other, and hardly: not as behind outputs that start at zero."""
+    return seen.context is not None and _ORDER < seen.context <= _CONTEXT
 
 
 def drowned(seen: Seen) -> bool:
@@ -302,17 +313,16 @@ def _leaks(compared: Sequence[_Compared], differ: bool, causal: bool) -> dict[st
     return found
 
 
-def _ordered(compared: Sequence[_Compared]) -> bool | None:
-    """Whether the last location tells orders of the tokens before it apart; None where it hardly sees them, as behind
-    outputs that start at zero, or a LayerScale.
+def _context(compared: Sequence[_Compared]) -> tuple[float, float]:
+    """How far the last location moves, over its norm, where the tokens before it are others, and in another order.
 
     Of what looks both ways, after all blocks. Of what looks back, after the first: its mask tells orders apart later,
     since each location has then gathered what came before it.
     """
     back = not compared[0].change[0, :-1].any()
     each = compared[0 if back else -1]
-    norm = each.norms[0, -1]
-    return bool(each.swap[0] > _ORDER * norm) if each.between[-1] > _CONTEXT * norm else None
+    norm = max(float(each.norms[0, -1]), 1e-30)
+    return float(each.between[-1]) / norm, float(each.swap[0]) / norm
 
 
 def _first_apart(one: Sequence[Tensor], two: Sequence[Tensor]) -> int | None:
