@@ -501,6 +501,17 @@ def test_what_is_needed_is_said(reproduce) -> None:
     assert "is reproducing in results: wait for it" in err
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_before_data_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)  # as for a user who is not root
+    with pytest.raises(PermissionError, match="new/results cannot be written to; choose another place"):
+        run(ReproduceArguments(("baselines",), out=tmp_path / "new" / "results"), Limits())
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="file/results cannot be written to"):
+        run(ReproduceArguments(("baselines",), out=Path("file", "results")), Limits())
+
+
 def test_data_that_is_not_there_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="no corpus 'nosuch'"):
         run(ReproduceArguments(("baselines",), data="nosuch", out=tmp_path / "new"), Limits())

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from skipless.console import check_apart, check_target, write_output
+from skipless.console import check_apart, check_target, count, write_output
 from skipless.files import PAGE_MARK, mapping, read_json, reading
 from skipless.inspection.inspection import Inspection
 from skipless.paper.records import read_records
-from skipless.paper.tables import count
 from skipless.report.page import ResultTable, render
 from skipless.schema import build, check
 from skipless.training.run import EXPERIMENT, METRICS, read_metrics, read_probe

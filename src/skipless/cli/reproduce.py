@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from skipless import __version__
-from skipless.console import Progress, nearest, print_table, say, write_output
+from skipless.console import Progress, check_writable, count, nearest, print_table, say, write_output
 from skipless.data.store import MANIFEST, holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
 from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, check_runs
@@ -22,7 +22,6 @@ from skipless.paper.tables import (
     Summary,
     as_json,
     best_record,
-    count,
     gather,
     markdown,
     measured_blocks,
@@ -85,10 +84,14 @@ def run(asked: ReproduceArguments, limits: Limits) -> bool:
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a folder of other files. The first of ours there is a log, or the page of kernels, which has none."""
+    """Refuse a folder of other files, and one that cannot be written to.
+
+    The first of our files there is a log, or the page of kernels, which has none.
+    """
     kernels = out / "kernels.json"
     page = kernels.is_file() and is_ours(kernels, DATA_MARK)
     check_folder(out, kernels.name if page else f"{LOGS}/*-*.jsonl", LOGS, RUNS)
+    check_writable(out)
 
 
 def tables_named(names: Sequence[str]) -> list[PaperTable]:

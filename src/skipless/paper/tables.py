@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from skipless import __version__
+from skipless.console import count
 from skipless.paper.claims import Claim, Results, Verdict, made_at
 from skipless.paper.experiments import MOST_BEYOND, PaperTable, Setting
 from skipless.paper.records import Record
@@ -412,11 +413,6 @@ def _embedding_words(summary: Summary) -> str:
         f" That is at an embedding rate of {table.embedding_start:g}; at the best rate the embedding's is then tuned "
         f"by the same rule over {tried}, and seeds run at the best pair."
     )
-
-
-def count(number: int, name: str) -> str:
-    """ "1 run", "2 runs", "0 runs"."""
-    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _claims(summary: Summary) -> str:

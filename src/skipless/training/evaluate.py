@@ -208,11 +208,20 @@ def held_out_texts(spec: str | Path, download: bool = False) -> Iterable[str]:
     """
     corpus = open_corpus(spec, download=download)
     if Path(spec).is_file() or has_magic(str(spec)):
-        return corpus
+        return _some(corpus, spec)
     if corpus.validation is not None:
-        return corpus.validation
+        return _some(corpus.validation, spec)
     share = share_held_out(corpus, corpus.valid_fraction)
-    return (text for text in corpus if held_out(text.encode(), share))
+    return _some((text for text in corpus if held_out(text.encode(), share)), spec)
+
+
+def _some(texts: Iterable[str], spec: str | Path) -> Iterator[str]:
+    """The documents of a corpus; ValueError names one that has none."""
+    count = 0
+    for count, text in enumerate(texts, 1):  # noqa: B007  (read below)
+        yield text
+    if not count:
+        raise ValueError(f"{spec} holds no text to evaluate on: name one that does")
 
 
 class _Documents:
