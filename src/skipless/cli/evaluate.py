@@ -240,11 +240,13 @@ def _tasks(
     chosen = task_names(names)
     asked = {name: _asked(name, folder, options) for name in chosen}  # what is wrong is said before anything is scored
     if backend == "lm-eval":
-        from skipless.training.tasks import run_lm_eval
+        from skipless.training.tasks import lm_eval_result, run_lm_eval
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
-        return run_lm_eval(loaded.model, loaded.tokenizer, chosen, folder, limit=options.limit, length=options.length)
+        limits = {"limit": options.limit, "length": options.length}
+        found = run_lm_eval(loaded.model, loaded.tokenizer, chosen, folder, **limits)
+        return {name: lm_eval_result(name, found) for name in chosen}
     return score_tasks(
         loaded.model,
         loaded.tokenizer,
