@@ -17,6 +17,7 @@ from skipless.paper.records import Record, ResultsFolder, Text
 from skipless.paper.runs import Limits, Outcome, Run, best_run, make_run, missing, outcome_of, run_key, total
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 from skipless.paper.workers import Scheduler
+from skipless.training.config import DEPTH_POWER, by_depth
 
 INF = float("inf")
 PLAIN = PaperTable(
@@ -196,11 +197,11 @@ def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> Non
 
 def test_the_law_over_depth() -> None:
     """depth·rate is constant, to the three digits that are kept."""
-    assert experiments.DEPTH_POWER == 1.0
-    assert [experiments.by_depth(2e-3, depth) for depth in (36, 72, 108, 216)] == [2e-3, 1e-3, 6.67e-4, 3.33e-4]
-    assert experiments.by_depth(1e-2, 72, at=18) == 2.5e-3
-    assert experiments.by_depth(1e-2, 216, power=0.0) == 1e-2
-    assert experiments.by_depth(1e-2, 144, power=1.5) == 1.25e-3
+    assert DEPTH_POWER == 1.0
+    assert [by_depth(2e-3, depth) for depth in (36, 72, 108, 216)] == [2e-3, 1e-3, 6.67e-4, 3.33e-4]
+    assert by_depth(1e-2, 72, at=18) == 2.5e-3
+    assert by_depth(1e-2, 216, power=0.0) == 1e-2
+    assert by_depth(1e-2, 144, power=1.5) == 1.25e-3
 
 
 def test_long_runs_have_rates_by_the_law_over_steps(text: Text, fake) -> None:

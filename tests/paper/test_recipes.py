@@ -12,7 +12,7 @@ from skipless.data.store import read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.model.config import ModelConfig
 from skipless.paper.experiments import SCALES
-from skipless.paper.recipes import _path_of, by_law, plan, recipe, train, with_data
+from skipless.paper.recipes import _path_of, by_law, plan, recipe, settle, train, with_data
 from skipless.paper.records import Text
 from skipless.paper.tables import TABLES
 from skipless.training.config import DataConfig, OptimizerConfig, TrainConfig
@@ -143,3 +143,11 @@ def test_a_mirrored_recipe_of_another_size_has_the_measured_law():
     assert mirrored.optimizer.role_rates["query"] == 6 * mirrored.optimizer.role_rates["up"]
     assert by_law(readers, {"model.width": 512}) == {"model.heads": 8, "model.readers": 4}
     assert by_law(readers, {"model.width": 512, "model.readers": 1}) == {"model.heads": 8}
+
+
+def test_a_scheme_by_its_name_alone_has_the_repeat_rate_of_the_tokens(folder):
+    experiment, given = plan("e-spa", folder)
+    rate = round(read_manifest(folder).splits["train"].repeat_rate or 0.0, 3)
+    for scheme, expected in (("u-spa", rate), ('{"kind": "u-spa", "repeat_rate": 0.5}', 0.5)):
+        found = settle(experiment, given, {"model.scheme": scheme}).model.scheme
+        assert (type(found).__name__, found.repeat_rate) == ("UniformSPA", expected)

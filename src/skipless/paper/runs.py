@@ -13,7 +13,7 @@ from skipless.model.config import ModelConfig
 from skipless.paper import experiments
 from skipless.paper.experiments import Arm, Measure, PaperTable, Scale, Setting
 from skipless.paper.records import Facts, Record
-from skipless.training.config import Experiment, TrainConfig
+from skipless.training.config import Experiment, TrainConfig, by_depth
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def outcome_of(table: PaperTable, arm: Arm, setting: Setting, records: Mapping[s
     if leader.best is None:
         return Outcome(arm, {}, leader.missing, None, False)
     depths = [each.model(setting.scale, setting.text).depth for each in (arm, leader.arm)]
-    rate = experiments.by_depth(leader.best, *depths, arm.depth_power)
+    rate = by_depth(leader.best, *depths, arm.depth_power)
     return _tuned(table, arm, setting, records, (rate,), leader.best_embedding, ())
 
 

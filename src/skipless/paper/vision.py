@@ -34,17 +34,7 @@ from dataclasses import replace
 
 from skipless.model.presets import IMAGE_REPEAT_RATE
 from skipless.paper.claims import Above, At, Claim, Match
-from skipless.paper.experiments import (
-    ON_A_CPU,
-    ON_A_GPU,
-    PAPER_WIDTH,
-    Arm,
-    Optimizer,
-    PaperTable,
-    Scale,
-    by_depth,
-    near,
-)
+from skipless.paper.experiments import ON_A_CPU, ON_A_GPU, PAPER_WIDTH, Arm, Optimizer, PaperTable, Scale, near
 from skipless.paper.recipes import (
     GAIN_RATE,
     IMAGE_BATCH,
@@ -55,6 +45,7 @@ from skipless.paper.recipes import (
     MIRRORED,
 )
 from skipless.theory.schemes import ExponentialSPA
+from skipless.training.config import by_depth
 
 _OPTIMISERS: dict[Optimizer, str] = {"adam": "Adam", "muon": "Muon", "soap": "SOAP"}
 # The middle of each grid at 12 blocks: for Pre-LN what its kind likes, for mirrored networks the best on text at 36
