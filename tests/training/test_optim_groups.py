@@ -134,21 +134,13 @@ def test_rates_given_by_name_override_the_rules():
     assert OptimizerConfig().rates["vectors"] == OptimizerConfig().rates["query"] == 3e-5
 
 
-def test_rates_that_are_tensors_are_filled_in_place_and_take_a_factor_on_the_device():
+def test_rates_that_are_tensors_are_filled_in_place():
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.Adam([{"params": [parameter], "rate": 3.0, "name": "a"}], lr=torch.tensor(3.0), fused=True)
     rate = optimizer.param_groups[0]["lr"]
     set_rates(optimizer, 0.5)
     assert rate.item() == 1.5
-    set_rates(optimizer, torch.tensor(0.25))
-    assert rate.item() == 0.75
     assert optimizer.param_groups[0]["lr"] is rate
-
-
-def test_a_tensor_factor_for_number_rates_is_refused():
-    optimizer = build_optimizer(Transformer(NETWORKS["vanilla"]), OptimizerConfig())
-    with pytest.raises(ValueError, match="capturable=True"):
-        set_rates(optimizer, torch.tensor(0.5))
 
 
 def test_a_configuration_survives_json():
