@@ -309,7 +309,7 @@ class Trainer:
     def validates(self, step: int) -> bool:
         """Whether the network is judged after so many updates: at the end, and every train.eval_every before it."""
         every, last = self.config.eval_every, step == self.config.steps
-        return self.feed.validates and (last or (bool(every) and step % every == 0))
+        return self.feed.valid is not None and (last or (bool(every) and step % every == 0))
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint_every
