@@ -139,7 +139,7 @@ _WITH_READERS = replace(
 )
 _DEEP = tuple(_arm(kind, way, 24) for kind in ("pre-ln", "mirrored") for way in ("muon", "adam", "soap"))
 _CLAIMS: tuple[Claim, ...] = (
-    *(At("small", Above(f"pre-ln/{way}", "accuracy", 82.0)) for way in _OPTIMISERS),
+    *(At(Above(f"pre-ln/{way}", "accuracy", 82.0), "small") for way in _OPTIMISERS),
     *(Match(f"pre-ln/{way}", f"mirrored/{way}", 1.0, "accuracy") for way in _OPTIMISERS),
     Match("pre-ln/muon-24", "mirrored/muon-24", 1.0, "accuracy"),
     Match("mirrored/muon", "mirrored/muon-24", 0.4, "accuracy"),
