@@ -155,6 +155,18 @@ class _Texts:
         return self.valid is not None or not held_out(text, self.fraction)
 
 
+def default_folder(corpus: str, vocabulary: str, root: str | Path = "data") -> Path:
+    """Where shards go unless said otherwise: data/stdlib-32000."""
+    path = Path(corpus)
+    if path.is_dir():
+        name = path.resolve().name
+    elif any(character in corpus for character in "*?["):
+        name = path.resolve().parent.name
+    else:
+        name = path.name.split(".")[0]
+    return Path(root) / f"{name or 'corpus'}-{vocabulary}"
+
+
 def prepare(
     plan: Preparation,
     out: str | Path,

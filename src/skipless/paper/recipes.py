@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipless.console import Progress, nearest
 from skipless.data.image_store import ImageStore, holds_images, read_images
-from skipless.data.prepare import Preparation, prepare
+from skipless.data.prepare import Preparation, default_folder, prepare
 from skipless.data.store import read_manifest
 from skipless.data.text import DATASETS
 from skipless.data.tokenizer import Bytes, TrainUnigram
@@ -244,7 +244,7 @@ def check_data(folder: Path) -> None:
 
 def prepared(corpus: str, vocab: int, root: str | Path = "data") -> Path:
     """The folder under `root` of a corpus, by name or path, in so many pieces; up to 257 are bytes. Made if need be."""
-    folder = Path(root) / f"{Path(corpus).name.split('.')[0]}-{'bytes' if vocab <= 257 else vocab}"
+    folder = default_folder(corpus, "bytes" if vocab <= 257 else str(vocab), root)
     if corpus in DATASETS:
         kind = "--bytes" if vocab <= 257 else f"--vocab {vocab}"
         raise ValueError(
