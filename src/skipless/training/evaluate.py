@@ -391,10 +391,7 @@ class Scorer:
 def scoring(
     model: nn.Module, device: torch.device | str | None = None, precision: Precision | None = None
 ) -> Generator[Scorer]:
-    """While open, a Scorer of the model: in eval mode, without gradients, under autocast for "bf16" and "fp16".
-
-    device None is where the model is; another one moves it there. precision None is bf16 on a GPU and fp32 elsewhere.
-    """
+    """While open, a Scorer of the model, as `evaluating` has it. device None is where it is; another one moves it."""
     inner, config = plain(model), config_of(model)
     if config.head != "lm" or not config.causal:
         raise ValueError(
@@ -406,16 +403,23 @@ def scoring(
     if isinstance(inner, FSDPModule) and "hidden" not in vars(inner):
         register_fsdp_forward_method(inner, "hidden")  # else its sharded embedding is met as it is
     place = next(inner.parameters()).device
+    with evaluating(inner, place, precision):
+        yield Scorer(inner, place)
+
+
+@contextmanager
+def evaluating(model: nn.Module, place: torch.device, precision: Precision | None) -> Generator[None]:
+    """While open: eval mode, no gradients, and autocast. precision None is bf16 on a GPU and fp32 elsewhere."""
     precision = precision or ("bf16" if place.type == "cuda" else "fp32")
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}; use 'bf16', 'fp16' or 'fp32'")
-    training = inner.training
-    inner.eval()
+    training = model.training
+    model.eval()
     try:
         with torch.no_grad(), autocast(precision, place):
-            yield Scorer(inner, place)
+            yield
     finally:
-        inner.train(training)
+        model.train(training)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:
