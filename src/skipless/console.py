@@ -338,11 +338,13 @@ def check_figure(path: Path) -> None:
     check_target(path, files.PICTURE_MARK)
 
 
-def check_target(path: Path, mark: bytes) -> None:
+def check_target(path: Path | None, mark: bytes) -> None:
     """Make the folder of a file to be written, and see that it can go there and takes no other's place.
 
-    mark: what is in every output of its kind; a file without it is not one.
+    mark: what is in every output of its kind; a file without it is not one. None and "-", standard output, are no file.
     """
+    if path is None or path == Path("-"):
+        return
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
     files.check_output(path, mark)

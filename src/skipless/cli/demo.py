@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from skipless import __version__
-from skipless.cli.reproduce import write_figure
+from skipless.cli.app import write_figure
 from skipless.console import Progress, print_table, print_text, say, write_output
 from skipless.data.prepare import OPTIONS, Preparation, prepare
 from skipless.data.store import TokenStore

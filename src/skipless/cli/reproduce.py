@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from skipless import __version__
+from skipless.cli.app import write_figure
 from skipless.console import Progress, check_writable, count, nearest, print_table, say, write_output
 from skipless.data.store import MANIFEST, holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
@@ -318,23 +319,6 @@ def _write_pair(stem: Path, page: str, data: dict[str, Any]) -> list[Path]:
     write_output(paths[0], page.encode())
     write_output(paths[1], json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n")
     return paths
-
-
-def write_figure(path: Path, draw: "Callable[[], Figure | None]") -> list[Path]:
-    """The path in a list, or an empty one where there is nothing to draw or nothing to draw with."""
-    try:
-        from skipless.figures.style import render
-
-        figure = draw()
-        if figure is None:
-            return []
-        write_output(path, render(figure, path.suffix))
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
-            raise
-        say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]', then the same command again")
-        return []
-    return [path]
 
 
 def picture(summary: Summary) -> "Figure | None":
