@@ -356,7 +356,7 @@ def curves(outcome: Outcome, scale: Scale) -> Iterator[dict[str, Any]]:
             "steps": steps,
             "losses": losses,
             "final": sample_text(sample, 2) if sample is not None else f"{record.train_loss:.2f} (unfinished)",
-            "sweep": {rate: tried.train_loss for rate, tried in outcome.sweep.items()} if usual else {},
+            "sweep": {rate: tried.train_loss for rate, tried in outcome.rates.tried.items()} if usual else {},
             "others": [tuple(zip(*run.curve, strict=True)) for run in seeds],
             "name": arm.name if usual else f"{arm.name}/×{multiple:g}",
         }
