@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import nn
 
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
+from skipless.schema import build
 from skipless.theory.propagation import Skip
 from skipless.theory.schemes import StandardAttention, ValueSkipInit
 from skipless.training.config import ROLES, OptimizerConfig
@@ -145,7 +147,7 @@ def test_rates_that_are_tensors_are_filled_in_place():
 
 def test_a_configuration_survives_json():
     config = OptimizerConfig("muon", rate=1e-3, role_rates={"up": 2.0}, betas=(0.8, 0.9), clip=None)
-    assert OptimizerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert build(OptimizerConfig, json.loads(json.dumps(asdict(config))), "an optimiser") == config
     hash(config)
 
 
@@ -180,7 +182,7 @@ def test_bad_values_are_errors_that_teach(fields, message):
 
 def test_an_unknown_field_is_an_error():
     with pytest.raises(ValueError, match="did you mean 'rate'"):
-        OptimizerConfig.from_dict({"rat": 1.0})
+        build(OptimizerConfig, {"rat": 1.0}, "an optimiser")
 
 
 def test_capturable_needs_a_gpu():

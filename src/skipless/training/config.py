@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from skipless.console import check_seed, nearest
 from skipless.files import leads_inside, parse_json
 from skipless.model.config import ModelConfig
-from skipless.schema import KINDS, build, check_choice, check_names, check_own, shortened
+from skipless.schema import KINDS, build, check_choice, check_own, shortened
 from skipless.theory.feasibility import nearest_divisor
 from skipless.theory.schemes import Scheme
 
@@ -123,15 +123,6 @@ class OptimizerConfig:
             **{role: rate * self.role_rates.get(role, 1.0) for role in ROLES},
             **({} if self.gain_rate is None else {"gains": self.gain_rate}),
         }
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "OptimizerConfig":
-        """The inverse of to_dict; lists stand for tuples, as JSON writes them."""
-        check_names(cls, data)
-        return cls(**data)
 
 
 def by_depth(rate: float, depth: int, at: int = 36, power: float = DEPTH_POWER) -> float:

@@ -18,6 +18,7 @@ from skipless.theory import kernels
 from skipless.theory.certificate import Thresholds
 from skipless.training.distributed import plain
 from skipless.training.optim.half_weights import HalfWeights
+from skipless.training.optim.owners import local
 
 
 class Diverged(RuntimeError):
@@ -86,8 +87,7 @@ def check_state(
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    # a sharded tensor by the part that is here
-    parts = {name: getattr(value, "to_local", lambda v=value: v)() for name, value in {**named, **states}.items()}
+    parts = {name: local(value) for name, value in {**named, **states}.items()}
     tensors = {name: part for name, part in parts.items() if part.numel()}
     largest = torch.stack([norm.float().cpu() for norm in torch._foreach_norm(list(tensors.values()), math.inf)])
     bad = [name for name, finite in zip(tensors, largest.isfinite().tolist(), strict=True) if not finite]

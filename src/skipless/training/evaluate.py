@@ -136,9 +136,7 @@ def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Win
     wanted = min(-(-most // loader.length), loader.windows)
     with loader.sweep() as batches:
         for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
-            windows = np.arange(first, min(first + loader.batch_size, loader.windows))
-            own = np.array_split(windows, loader.world)[loader.rank]
-            yield _some_rows(batch, int((own < wanted).sum()), loader.length)
+            yield _some_rows(batch, int((loader.shuffle.share(first) < wanted).sum()), loader.length)
     rest = len(loader.store) - whole
     if rest > 1 and most > whole:
         tokens = torch.from_numpy(loader.store.read(whole, rest).astype(np.int64))[None]
