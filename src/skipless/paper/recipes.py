@@ -201,30 +201,23 @@ def with_data(experiment: Experiment, root: str | Path = "data", *, given: Colle
     repeat rate that is far from the tokens' is a warning. A vocabulary of at most 257 means bytes. A network of images
     takes size, classes, mean and deviation from them.
     """
-    data, model, rate = experiment.data, experiment.model, None
+    model = experiment.model
     assumed = getattr(model.scheme, "repeat_rate", None)
-    if model.images is not None:
-        if data.folder is None:
-            raise ValueError(NO_IMAGES)
-        store = ImageStore(data.folder)
-        found = store.manifest
-        images = {"side": found.side, "channels": found.channels, "mean": found.mean, "std": found.std}
-        values: dict[str, Any] = {f"model.images.{name}": value for name, value in images.items()}
-        values["model.classes"] = len(found.classes)
+    if model.images is None:
+        what, experiment = "tokens", _with_folder(experiment, root, given)
+        manifest = read_manifest(Path(experiment.data.folder or ""))
+        values: dict[str, Any] = {"model.vocab_size": manifest.tokenizer.vocab_size}
+        rate = manifest.splits["train"].repeat_rate if "train" in manifest.splits else None
+    elif experiment.data.folder is None:
+        raise ValueError(NO_IMAGES)
+    else:
+        what, store = "images", ImageStore(experiment.data.folder)
+        values = {f"model.images.{name}": getattr(store.manifest, name) for name in ("side", "channels", "mean", "std")}
+        values["model.classes"] = len(store.manifest.classes)
         experiment = experiment.with_fields({name: value for name, value in values.items() if name not in given})
         rate = None if assumed is None else round(store.repeat_rate(model.images.patch), 3)
-    else:
-        if data.valid is not None:
-            read_manifest(Path(data.valid))  # before an hour of tokenising
-        if data.folder is None:
-            asked = "model.vocab_size" in given and "data.vocab" not in given
-            vocab = model.vocab_size if asked or data.vocab is None else data.vocab
-            experiment = experiment.with_fields({"data.folder": str(prepared(data.corpus, vocab, root))})
-        manifest = read_manifest(Path(experiment.data.folder or ""))
-        values = {"model.vocab_size": manifest.tokenizer.vocab_size}
-        rate = manifest.splits["train"].repeat_rate if "train" in manifest.splits else None
+
     values = {name: value for name, value in values.items() if name not in given}
-    what = "tokens" if model.images is None else "images"
     if assumed is not None and rate is not None:
         if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
             values["model.scheme.repeat_rate"] = round(rate, 3)
@@ -235,6 +228,18 @@ def with_data(experiment: Experiment, root: str | Path = "data", *, given: Colle
         words = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
         logger.info("from the %s of %s: %s", what, experiment.data.folder, words)
     return experiment.with_fields(values)
+
+
+def _with_folder(experiment: Experiment, root: str | Path, given: Collection[str]) -> Experiment:
+    """The experiment with data.folder set, of tokens: its corpus is prepared if it was not."""
+    data = experiment.data
+    if data.valid is not None:
+        read_manifest(Path(data.valid))  # before an hour of tokenising
+    if data.folder is not None:
+        return experiment
+    asked = "model.vocab_size" in given and "data.vocab" not in given
+    vocab = experiment.model.vocab_size if asked or data.vocab is None else data.vocab
+    return experiment.with_fields({"data.folder": str(prepared(data.corpus, vocab, root))})
 
 
 def check_data(folder: Path) -> None:
