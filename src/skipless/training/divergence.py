@@ -16,9 +16,8 @@ from skipless.files import write_whole
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
 from skipless.theory.certificate import Thresholds
-from skipless.training.distributed import plain
+from skipless.training.distributed import local, plain
 from skipless.training.optim.half_weights import HalfWeights
-from skipless.training.optim.owners import local
 
 
 class Diverged(RuntimeError):

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from skipless.ops.gpu import INSTALLED
-from skipless.training.distributed import gathered, resharded
+from skipless.training.distributed import gathered, local, resharded
 from skipless.training.optim.half_weights import HalfWeights
-from skipless.training.optim.owners import Matrices, Ranks, Stack, computed, local
+from skipless.training.optim.owners import Matrices, Ranks, Stack, computed
 
 # Jordan's quintic: the steepest at 0 whose iterates stay near 1
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -65,11 +65,6 @@ def _stacks(numbers: list[int], kinds: Sequence[Hashable]) -> list[Stack]:
     return list(alike.values())
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The rows of a sharded tensor that lie here, in its own memory; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 @dataclass(frozen=True)
 class Matrices:
     """Matrices as one rank sees them: whole shapes, and of a stack the `rows` that are here, to be sent in `dtype`."""
