@@ -224,6 +224,11 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
 
 
+def count(number: int, name: str) -> str:
+    """ "1 run", "2 runs", "1,500 runs"."""
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 def number(value: float | None) -> str:
     """A table's cell: three digits, or four behind the point between 0.1 and 1; a dash where there is no number."""
     if value is None or math.isnan(value):
@@ -333,11 +338,13 @@ def check_figure(path: Path) -> None:
     check_target(path, files.PICTURE_MARK)
 
 
-def check_target(path: Path, mark: bytes) -> None:
+def check_target(path: Path | None, mark: bytes) -> None:
     """Make the folder of a file to be written, and see that it can go there and takes no other's place.
 
-    mark: what is in every output of its kind; a file without it is not one.
+    mark: what is in every output of its kind; a file without it is not one. None and "-", standard output, are no file.
     """
+    if path is None or path == Path("-"):
+        return
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file in it")
     files.check_output(path, mark)
@@ -346,6 +353,13 @@ def check_target(path: Path, mark: bytes) -> None:
         path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise PermissionError(f"{path} cannot be written to; choose another place")
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse, before any work is done, a folder, there or not yet, that nothing could be written to."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise PermissionError(f"{folder} cannot be written to; choose another place")
 
 
 def check_apart(outputs: Mapping[str, Path | None], inputs: Iterable[Path | str | None] = ()) -> None:

@@ -23,7 +23,7 @@ from skipless.data.prepare import Preparation, prepare
 from skipless.data.store import TokenStore
 from skipless.data.tokenizer import Bytes
 from skipless.paper import workers
-from skipless.paper.experiments import PaperTable, Scale, Setting
+from skipless.paper.experiments import Scale, Setting
 from skipless.paper.records import Text
 from skipless.paper.runs import Run
 from skipless.theory.schemes import ExponentialSPA, StandardAttention
@@ -49,7 +49,7 @@ def text(tmp_path_factory) -> Preparation:
 def demo(skipless, monkeypatch, text: Preparation) -> Callable[..., tuple[str, str]]:
     """The command, on a small text and with a small network."""
     monkeypatch.setattr(cli_demo, "DEMO", SHALLOW)
-    monkeypatch.setattr(cli_demo, "demo_scale", partial(demo_scale, scale=TINY))
+    monkeypatch.setattr(cli_demo, "SCALE", TINY)
     monkeypatch.setattr(cli_demo, "TEXT", text)
     monkeypatch.setattr(cli_demo, "SAMPLE_TOKENS", 20)
     return partial(skipless, "demo", "--device", "cpu")
@@ -208,7 +208,7 @@ def test_the_title_claims_what_the_losses_show(losses, title) -> None:
 @pytest.mark.slow
 def test_the_full_networks_take_a_step(demo, monkeypatch) -> None:
     monkeypatch.setattr(cli_demo, "DEMO", DEMO)
-    monkeypatch.setattr(cli_demo, "demo_scale", demo_scale)
+    monkeypatch.setattr(cli_demo, "SCALE", SCALE)
     out, _ = demo("--steps", "2")
     verdicts = [line.rsplit("  ", 1)[1] for line in out.splitlines()[2:6]]
     assert verdicts[0] == verdicts[2] == verdicts[3] == "preserved"
@@ -229,8 +229,8 @@ def data(tmp_path_factory) -> Path:
     return home / "data"
 
 
-def runs(data: Path, scale: Scale = SCALE, seed: int = 0, table: PaperTable = DEMO) -> list[Run]:
-    return demo_runs(Setting.of(scale, Text.read(data)), seed, table)
+def runs(data: Path, scale: Scale = SCALE, seed: int = 0) -> list[Run]:
+    return demo_runs(Setting.of(scale, Text.read(data)), seed)
 
 
 def test_arms_differ_in_network_and_rates_only(data: Path) -> None:
@@ -246,8 +246,9 @@ def test_arms_differ_in_network_and_rates_only(data: Path) -> None:
         assert len({tuple(s[name] for name in ("depth", "width", "heads", "hidden", "vocab_size")) for s in sizes}) == 1
 
 
-def test_arms_are_what_the_table_says(data: Path) -> None:
-    found = runs(data, SMALL, table=SHALLOW)
+def test_arms_are_what_the_table_says(data: Path, monkeypatch) -> None:
+    monkeypatch.setattr(cli_demo, "DEMO", SHALLOW)
+    found = runs(data, SMALL)
     assert [run.arm for run in found] == ["pre-ln", "standard", "e-spa", "mirrored"]
     _, standard, e_spa, mirrored = models = [run.experiment.model for run in found]
     assert [model.skipless for model in models] == [False, True, True, True]

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 from typer.testing import CliRunner
 
 from skipless.cli.app import app
@@ -69,6 +70,13 @@ def test_the_card_says_what_a_reader_looks_for(run):
     assert isinstance(names["model"], SkiplessForCausalLM)
     assert str(run.parent) not in card  # paths stay at home
     assert len({file.stat().st_mode for file in (run / "export").iterdir()}) == 1  # all readable alike
+
+
+def test_it_says_one_line_and_shows_no_bar_of_transformers(run):
+    logging.enable_progress_bar()  # as in a new process
+    done = export(run)
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1
 
 
 def test_a_place_that_cannot_hold_an_export_is_refused(run, tmp_path):

@@ -176,3 +176,9 @@ def test_counts_of_an_evaluation_are_checked_before_the_model_is_opened(place, o
     monkeypatch.delattr("skipless.cli.evaluate.load_model")
     result = invoke("eval", place / "run", f"--{option}", "0")
     assert f"--{option} is 0; it must be at least 1, or left out for" in str(result.exception)
+
+
+def test_an_evaluation_names_a_text_that_is_empty(place, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    result = invoke("eval", place / "run", "--corpus", tmp_path / "empty.txt", "--tokenizer", "bytes")
+    assert f"{tmp_path / 'empty.txt'} holds no text to evaluate on" in str(result.exception)

@@ -50,6 +50,16 @@ def test_prepare_and_again(text, tmp_path):
     assert "nothing to do" in again.stderr
 
 
+def test_one_document_is_not_called_documents(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("the signal survives " * 200)
+    monkeypatch.setattr(
+        sys, "argv", ["skipless", "prepare", str(tmp_path / "a.txt"), "--bytes", "--out", str(tmp_path / "out")]
+    )
+    with pytest.raises(SystemExit):
+        main()
+    assert "train: 4,001 tokens in 1 document, 0.0 MB" in capsys.readouterr().err
+
+
 def test_errors_are_one_line_with_a_remedy(text, tmp_path, monkeypatch, capsys):
     def says(*arguments: str | Path) -> str:
         return refused(monkeypatch, capsys, *arguments, "--out", tmp_path / "out")

@@ -82,7 +82,14 @@ def instant(monkeypatch) -> list[RunRequest]:
 
     def done(request: RunRequest):
         requests.append(request)
-        values = {"step_seconds": 0.01, "jobs": request.jobs, "device": "CPU", "torch": "", "commit": "", "time": ""}
+        values = {
+            "step_seconds": 0.01,
+            "jobs": request.limits.jobs,
+            "device": "CPU",
+            "torch": "",
+            "commit": "",
+            "time": "",
+        }
         loss = 5.0 + abs(math.log(request.run.rate / 1e-5))
         metrics = [{"step": request.run.experiment.train.steps, "ema": loss, "valid_loss": 5.0}]
         return record_of(request.run, metrics, {"seconds": 1.0, **values})
@@ -284,7 +291,7 @@ def test_a_gpu_lost_on_the_way_is_not_replaced_by_a_cpu(
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: next(seen, False))
         Scheduler([TABLES["baselines"]], setting, folder, Limits()).work()
-        assert {request.device for request in instant} == {"cuda"}
+        assert {request.limits.device for request in instant} == {"cuda"}
         with pytest.raises(ValueError, match="torch sees no GPU"):
             run_one(instant[0])
 
@@ -292,7 +299,7 @@ def test_a_gpu_lost_on_the_way_is_not_replaced_by_a_cpu(
 def test_a_run_whose_time_is_up_goes_on_later(reproduce, data: Path) -> None:
     setting = Setting.of(SCALES["tiny"], Text.read(data))
     run = missing([TABLES["baselines"]], setting, {})[0]
-    request = RunRequest(run, Path("run"), "cpu", seconds=0.0)
+    request = RunRequest(run, Path("run"), Limits(device="cpu"), seconds=0.0)
     assert run_one(request) is None
     spent = float(Path("run/spent.txt").read_text())
     record = run_one(replace(request, seconds=math.inf))
@@ -307,7 +314,7 @@ def test_a_run_whose_time_is_up_goes_on_later(reproduce, data: Path) -> None:
 def test_a_run_of_other_settings_is_not_gone_on_with(reproduce, data: Path) -> None:
     setting = Setting.of(SCALES["tiny"], Text.read(data))
     run = missing([TABLES["baselines"]], setting, {})[0]
-    request = RunRequest(run, Path("run"), "cpu", seconds=0.0)
+    request = RunRequest(run, Path("run"), Limits(device="cpu"), seconds=0.0)
     assert run_one(request) is None
     slower = replace(run.experiment, train=replace(run.experiment.train, log_every=3))
     record = run_one(replace(request, run=replace(run, experiment=slower), seconds=math.inf))
@@ -381,7 +388,7 @@ def test_timings_are_taken_alone_and_last(reproduce, instant: list[RunRequest]) 
     measures = [request.run.measure for request in instant]
     assert measures[-2:] == ["pace", "pace"]
     assert "pace" not in measures[:-2]
-    assert {request.jobs for request in instant} == {1}
+    assert {request.limits.jobs for request in instant} == {1}
 
 
 def test_downstream_needs_its_tasks(reproduce, instant: list[RunRequest]) -> None:
@@ -499,6 +506,17 @@ def test_what_is_needed_is_said(reproduce) -> None:
     with ResultsFolder("results", "tiny").locked():
         _, err = reproduce("baselines", code=2)
     assert "is reproducing in results: wait for it" in err
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_data_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)  # as for a user who is not root
+    with pytest.raises(PermissionError, match="new/results cannot be written to; choose another place"):
+        run(ReproduceArguments(("baselines",), out=tmp_path / "new" / "results"), Limits())
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="file/results cannot be written to"):
+        run(ReproduceArguments(("baselines",), out=Path("file", "results")), Limits())
 
 
 def test_data_that_is_not_there_leaves_no_folder(tmp_path):

@@ -16,7 +16,7 @@ from skipless.paper.claims import (
 from skipless.paper.experiments import SCALES, Setting
 from skipless.paper.kernels import Check, kernel_checks, kernels_page
 from skipless.paper.records import Text
-from skipless.paper.runs import Outcome, missing
+from skipless.paper.runs import Outcome, Sweep, missing
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 
 INF = float("inf")
@@ -33,7 +33,7 @@ def results(text: Text, fake):
         for name, runs in losses.items():
             records = {m: {s: fake(run, loss, **values) for s, loss in enumerate(seeds)} for m, seeds in runs.items()}
             best = None if runs == {} else 3e-5
-            outcomes[name] = Outcome(table.arm("e-spa"), {}, (), best, False, records)
+            outcomes[name] = Outcome(table.arm("e-spa"), Sweep(best=best), runs=records)
         return Results(outcomes, 7.5)
 
     return make

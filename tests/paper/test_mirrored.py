@@ -14,9 +14,10 @@ from skipless.paper.claims import NoSpike, NoWiderGap, Results, largest_rise
 from skipless.paper.experiments import SCALES, Arm, PaperTable, Setting
 from skipless.paper.mirrored import EMBEDDING_RATES
 from skipless.paper.records import Record, ResultsFolder, Text
-from skipless.paper.runs import Limits, Outcome, Run, best_run, make_run, missing, outcome_of, run_key, total
+from skipless.paper.runs import Limits, Outcome, Run, Sweep, best_run, make_run, missing, outcome_of, run_key, total
 from skipless.paper.tables import TABLES, as_json, gather, markdown
 from skipless.paper.workers import Scheduler
+from skipless.training.config import DEPTH_POWER, by_depth
 
 INF = float("inf")
 PLAIN = PaperTable(
@@ -61,9 +62,9 @@ def test_the_embedding_is_tuned_at_the_best_rate(setting: Setting, fake) -> None
         (3e-5, 5e-3, 1),
     ]
     outcome = outcome_of(PLAIN, PLAIN.arms[0], setting, records)
-    assert (outcome.best, outcome.best_embedding) == (3e-5, 5e-3)
-    assert not outcome.edge
-    assert not outcome.embedding_edge
+    assert (outcome.best, outcome.embeddings.best) == (3e-5, 5e-3)
+    assert not outcome.rates.edge
+    assert not outcome.embeddings.edge
     assert sorted(outcome.runs[1.0]) == [0, 1]
     assert total(PLAIN, setting) == len(records)
 
@@ -79,20 +80,20 @@ def test_the_embedding_is_tuned_at_the_best_rate(setting: Setting, fake) -> None
 def test_embedding_rates_are_added_beyond_the_edge(setting: Setting, fake, embedding, tried, edge) -> None:
     records = run_all([PLAIN], setting, fake, bowl(3e-5, embedding))
     outcome = outcome_of(PLAIN, PLAIN.arms[0], setting, records)
-    assert list(outcome.embedding_sweep) == tried
-    assert outcome.embedding_edge is edge
-    assert outcome.best_embedding == min(tried, key=lambda rate: abs(math.log(rate / embedding)))
+    assert list(outcome.embeddings.tried) == tried
+    assert outcome.embeddings.edge is edge
+    assert outcome.embeddings.best == min(tried, key=lambda rate: abs(math.log(rate / embedding)))
     at_best = [record for record in records.values() if record.seed]
-    assert {(record.rate, record.embedding_rate) for record in at_best} == {(3e-5, outcome.best_embedding)}
+    assert {(record.rate, record.embedding_rate) for record in at_best} == {(3e-5, outcome.embeddings.best)}
 
 
 def test_no_embedding_rate_is_added_for_less_than_seeds_differ_by(setting: Setting, fake) -> None:
     flat = {3e-3: 5.5, 5e-3: 5.005, 1e-2: 5.0}
     records = run_all([PLAIN], setting, fake, lambda run: flat[run.embedding_rate] + abs(math.log(run.rate / 3e-5)))
     outcome = outcome_of(PLAIN, PLAIN.arms[0], setting, records)
-    assert list(outcome.embedding_sweep) == [3e-3, 5e-3, 1e-2]
-    assert outcome.best_embedding == 1e-2
-    assert not outcome.embedding_edge
+    assert list(outcome.embeddings.tried) == [3e-3, 5e-3, 1e-2]
+    assert outcome.embeddings.best == 1e-2
+    assert not outcome.embeddings.edge
 
 
 def test_the_best_pair_has_the_lowest_loss_of_all(setting: Setting, fake) -> None:
@@ -103,7 +104,7 @@ def test_the_best_pair_has_the_lowest_loss_of_all(setting: Setting, fake) -> Non
     records = run_all([PLAIN], setting, fake, loss)
     outcome = outcome_of(PLAIN, PLAIN.arms[0], setting, records)
     best = min((record for record in records.values() if not record.seed), key=lambda record: record.train_loss)
-    assert (outcome.best, outcome.best_embedding) == (best.rate, best.embedding_rate) == (3e-5, 5e-3)
+    assert (outcome.best, outcome.embeddings.best) == (best.rate, best.embedding_rate) == (3e-5, 5e-3)
 
 
 def test_an_arm_that_diverges_at_every_rate_tunes_no_embedding(setting: Setting, fake) -> None:
@@ -196,11 +197,11 @@ def test_the_items_are_in_the_catalogue_with_their_runs(setting: Setting) -> Non
 
 def test_the_law_over_depth() -> None:
     """depth·rate is constant, to the three digits that are kept."""
-    assert experiments.DEPTH_POWER == 1.0
-    assert [experiments.by_depth(2e-3, depth) for depth in (36, 72, 108, 216)] == [2e-3, 1e-3, 6.67e-4, 3.33e-4]
-    assert experiments.by_depth(1e-2, 72, at=18) == 2.5e-3
-    assert experiments.by_depth(1e-2, 216, power=0.0) == 1e-2
-    assert experiments.by_depth(1e-2, 144, power=1.5) == 1.25e-3
+    assert DEPTH_POWER == 1.0
+    assert [by_depth(2e-3, depth) for depth in (36, 72, 108, 216)] == [2e-3, 1e-3, 6.67e-4, 3.33e-4]
+    assert by_depth(1e-2, 72, at=18) == 2.5e-3
+    assert by_depth(1e-2, 216, power=0.0) == 1e-2
+    assert by_depth(1e-2, 144, power=1.5) == 1.25e-3
 
 
 def test_long_runs_have_rates_by_the_law_over_steps(text: Text, fake) -> None:
@@ -226,7 +227,7 @@ def test_deep_arms_take_their_rates_from_the_shallow_ones(setting: Setting, fake
     assert not waiting.failed
     records = run_all([table], setting, fake, bowl(1e-3, 2e-2))
     found = {arm.name: outcome_of(table, arm, setting, records) for arm in table.arms}
-    assert {name: (outcome.best, outcome.best_embedding, len(outcome.swept)) for name, outcome in found.items()} == {
+    assert {name: (outcome.best, outcome.embeddings.best, len(outcome.swept)) for name, outcome in found.items()} == {
         "pre-ln/36": (1e-3, 2e-2, 10),
         "mirrored-gain/36": (1e-3, 2e-2, 8),
         "pre-ln/72": (5e-4, 2e-2, 1),
@@ -325,7 +326,7 @@ def found(curve=(), losses=(5.0,)) -> Outcome:
     words = dict.fromkeys(("key", "item", "arm", "scale", "measure", "device", "torch", "commit", "time"), "")
     known = {**base, **words, "text": {}, "diverged_at": None, "curve": list(curve)}
     records = {seed: Record(**known, train_loss=loss) for seed, loss in enumerate(losses)}
-    return Outcome(PLAIN.arms[0], {}, (), 1e-3, False, {1.0: records})
+    return Outcome(PLAIN.arms[0], Sweep(best=1e-3), runs={1.0: records})
 
 
 def test_spikes_are_judged_by_the_curve() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from skipless.data.store import read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.model.config import ModelConfig
 from skipless.paper.experiments import SCALES
-from skipless.paper.recipes import _path_of, by_law, plan, recipe, train, with_data
+from skipless.paper.recipes import _path_of, by_law, plan, prepared, recipe, settle, train, with_data
 from skipless.paper.records import Text
 from skipless.paper.tables import TABLES
 from skipless.training.config import DataConfig, OptimizerConfig, TrainConfig
@@ -60,6 +61,15 @@ def test_a_vocabulary_that_is_set_decides_what_is_prepared(tmp_path):
     experiment = recipe("wikitext103/pre-ln").with_fields({"data.corpus": str(text), "model.vocab_size": 256})
     found = with_data(experiment, tmp_path, given={"model.vocab_size"})
     assert found.data.folder == str(tmp_path / "text-bytes")
+
+
+def test_a_glob_is_prepared_where_the_command_prepares_it(tmp_path, monkeypatch):
+    """Under the name of its folder; an asterisk is no name of one."""
+    (tmp_path / "articles").mkdir()
+    (tmp_path / "articles" / "a.txt").write_text("a few words\n\n\n" * 50)
+    monkeypatch.chdir(tmp_path)
+    assert prepared("articles/*.txt", 256) == Path("data/articles-bytes")
+    assert (tmp_path / "data" / "articles-bytes" / "manifest.json").is_file()
 
 
 def test_every_field_has_one_plain_name():
@@ -143,3 +153,11 @@ def test_a_mirrored_recipe_of_another_size_has_the_measured_law():
     assert mirrored.optimizer.role_rates["query"] == 6 * mirrored.optimizer.role_rates["up"]
     assert by_law(readers, {"model.width": 512}) == {"model.heads": 8, "model.readers": 4}
     assert by_law(readers, {"model.width": 512, "model.readers": 1}) == {"model.heads": 8}
+
+
+def test_a_scheme_by_its_name_alone_has_the_repeat_rate_of_the_tokens(folder):
+    experiment, given = plan("e-spa", folder)
+    rate = round(read_manifest(folder).splits["train"].repeat_rate or 0.0, 3)
+    for scheme, expected in (("u-spa", rate), ('{"kind": "u-spa", "repeat_rate": 0.5}', 0.5)):
+        found = settle(experiment, given, {"model.scheme": scheme}).model.scheme
+        assert (type(found).__name__, found.repeat_rate) == ("UniformSPA", expected)

@@ -76,18 +76,18 @@ def test_a_best_rate_at_the_edge_adds_rates_and_three_at_most(setting: Setting, 
     table = TABLES["baselines"]
     records = run_all([table], setting, fake, lambda run: 5.0 - math.log10(run.rate))
     outcome = outcome_of(table, table.arm("e-spa"), setting, records)
-    assert list(outcome.sweep) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4, 3e-4]
-    assert (outcome.best, outcome.edge) == (3e-4, True)
+    assert list(outcome.rates.tried) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4, 3e-4]
+    assert (outcome.best, outcome.rates.edge) == (3e-4, True)
     assert sorted(outcome.runs[1.0]) == [0, 1]
-    assert all(len(outcome_of(table, arm, setting, records).sweep) == 6 for arm in table.chosen(setting.scale))
+    assert all(len(outcome_of(table, arm, setting, records).rates.tried) == 6 for arm in table.chosen(setting.scale))
 
 
 def test_rates_are_added_until_the_best_lies_inside(setting: Setting, fake) -> None:
     table = TABLES["baselines"]
     records = run_all([table], setting, fake, lambda run: 5.0 + abs(math.log10(run.rate / 1e-4)))
     outcome = outcome_of(table, table.arm("e-spa"), setting, records)
-    assert list(outcome.sweep) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4]
-    assert (outcome.best, outcome.edge) == (1e-4, False)
+    assert list(outcome.rates.tried) == [2e-5, 3e-5, 5e-5, 1e-4, 2e-4]
+    assert (outcome.best, outcome.rates.edge) == (1e-4, False)
 
 
 def test_divergence_is_a_result(setting: Setting, fake) -> None:
@@ -98,7 +98,7 @@ def test_divergence_is_a_result(setting: Setting, fake) -> None:
     assert math.isinf(lost.sample("train_loss").mean)
     kept = outcome_of(table, table.arm("e-spa"), setting, records)
     assert kept.best == 2e-5  # the lowest of two equal ones
-    assert not kept.edge
+    assert not kept.rates.edge
     assert not missing([table], setting, records)
 
 

@@ -9,12 +9,12 @@ from skipless.cli.reproduce import check_arms, check_scale, curves, tables_named
 from skipless.model.config import attention_shapes
 from skipless.model.quantise import QUANTISATIONS
 from skipless.paper.claims import Later
-from skipless.paper.experiments import SCALES, PaperTable, Setting, by_depth, by_steps, expected, kind
+from skipless.paper.experiments import SCALES, PaperTable, Setting, by_steps, expected, kind
 from skipless.paper.measures import FORMATS
 from skipless.paper.records import Text
 from skipless.paper.runs import make_run, missing, outcomes, run_key, total
 from skipless.paper.tables import TABLES
-from skipless.training.config import Experiment, OptimizerConfig
+from skipless.training.config import Experiment, OptimizerConfig, by_depth
 
 TRAINED = [table for table in TABLES.values() if not table.kernels and not table.on_images]
 each_table = pytest.mark.parametrize("table", TRAINED, ids=lambda table: table.name)

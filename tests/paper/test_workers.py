@@ -177,6 +177,6 @@ def test_a_run_whose_steps_are_timed_ends_without_a_validation(tmp_path: Path) -
     run = make_run(table, table.arms[0], setting, 1e-4, measure="pace")
     config = replace(run.experiment.train, steps=4, warmup=2, log_every=2, compile=False)
     timed = replace(run, experiment=replace(run.experiment, train=config))
-    record = run_one(RunRequest(timed, tmp_path / "run", device="cpu", quiet=True))
+    record = run_one(RunRequest(timed, tmp_path / "run", Limits(device="cpu")))
     assert record is not None
     assert (len(record.curve), record.valid_loss) == (2, float("inf"))

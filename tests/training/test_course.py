@@ -47,10 +47,10 @@ def test_each_step_is_made_and_logged_at_the_schedule_s_rate(every_step, tmp_pat
 
 
 def test_the_smoothed_loss_and_the_pace_are_those_of_the_steps(experiment, tmp_path, monkeypatch):
-    lines = []
-    monkeypatch.setattr(Display, "show", lambda self, line: lines.append(line))
+    paces = []
+    monkeypatch.setattr(Display, "show", lambda self, line, pace: paces.append(pace))
     result = train(experiment, tmp_path / "run", device="cpu", quiet=True)
-    assert np.median([4 * 32 / line.tokens_per_second for line in lines]) == pytest.approx(result.step_seconds)
+    assert np.median([4 * 32 / pace for pace in paces]) == pytest.approx(result.step_seconds)
     every = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, log_every=1, ema=0.3))
     result = train(every, tmp_path / "every", device="cpu", quiet=True)
     records = [record for record in read_metrics(tmp_path / "every") if "loss" in record]

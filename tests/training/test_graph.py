@@ -12,13 +12,13 @@ from skipless.data.loader import Batch
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.theory.schemes import ExponentialSPA
-from skipless.training import cuda_graph, trainer
+from skipless.training import trainer
 from skipless.training.config import DataConfig, Experiment, OptimizerConfig, TrainConfig
-from skipless.training.cuda_graph import GraphedStep, unchanged, uses_graph, why_not
+from skipless.training.cuda_graph import GraphedStep, unchanged
 from skipless.training.distributed import World
 from skipless.training.divergence import Diverged
 from skipless.training.optim.build import build_optimizer, use_tensor_rates
-from skipless.training.trainer import TrainStep, train
+from skipless.training.trainer import TrainStep, train, uses_graph, why_no_graph
 
 HERE = World(0, 1, torch.device("cpu"))
 NETWORK = ModelConfig(
@@ -198,7 +198,7 @@ def experiment_of(optimizer="adam", choice="auto", **network) -> Experiment:
     ],
 )
 def test_what_cannot_be_captured_runs_without_by_auto_and_not_at_all_by_on(experiment, world, words, caplog):
-    assert words in why_not(experiment, world)
+    assert words in why_no_graph(experiment, world)
     with caplog.at_level("INFO", logger="skipless"):
         assert not uses_graph(experiment, world)
     assert words in caplog.text
@@ -220,7 +220,7 @@ def take_the_graphs_path(monkeypatch) -> None:
         use_tensor_rates(optimizer)
         return optimizer
 
-    monkeypatch.setattr(cuda_graph, "why_not", lambda *_: None)
+    monkeypatch.setattr(trainer, "why_no_graph", lambda *_: None)
     monkeypatch.setattr(trainer, "build_optimizer", tensor_rates)
     monkeypatch.setattr(trainer, "GraphedStep", partial(GraphedStep, recorder=Rerun()))
 

@@ -18,7 +18,6 @@ from skipless.training.distributed import World
 from skipless.training.load import find_tokenizer
 from skipless.training.run import (
     Display,
-    Line,
     RunFinishedError,
     RunFolder,
     flops_per_token,
@@ -412,7 +411,7 @@ def test_git_state(tmp_path):
     assert state["dirty"]
 
 
-LINE = Line(10, 5.4321, 5.5, 1e-3, 0.25, 100_000.0)
+LINE = {"step": 10, "loss": 5.4321, "ema": 5.5, "rate": 1e-3, "gradient": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -428,7 +427,7 @@ LINE = Line(10, 5.4321, 5.5, 1e-3, 0.25, 100_000.0)
 def test_utilisation_is_shown_where_the_peak_is_known(device, words, capsys):
     """5e9 FLOP a token, 100,000 tokens a second: 5e14 of 9.89e14, or of 3.12e14."""
     display = Display("run", 100, flops_per_token=5e9, device=device)
-    display.show(LINE)
+    display.show(LINE, 100_000.0)
     text = capsys.readouterr().err
     assert "run 10/100  loss 5.432  ema 5.500  grad 0.25  100,000 tok/s" in text
     assert (words in text) if words else ("MFU" not in text)

@@ -233,7 +233,7 @@ def test_prompts_log_likelihoods_and_accuracies_are_lm_eval_s(kind, shared_data,
     model = small_model(tokenizer.vocab_size, 512 if kind == "bytes" else 128)
     asked = {name: questions(name, local_records(name, tasks_folder), 40) for name in TASKS}
     ours = score_tasks(model, tokenizer, asked)
-    raw = tasks.raw_results(model, tokenizer, [*TASKS], tasks_folder, limit=40)
+    raw = tasks.run_lm_eval(model, tokenizer, [*TASKS], tasks_folder, limit=40)
     assert ours["boolq"].truncated > 0
     for name, each in asked.items():
         samples = sorted(raw["samples"][f"skipless_{name}"], key=lambda sample: sample["doc_id"])

@@ -6,14 +6,18 @@ import re
 import sys
 from collections.abc import Callable, Collection
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from skipless import __version__
-from skipless.console import report_interrupt, say
+from skipless.console import report_interrupt, say, write_output
 from skipless.lazy import import_code
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory", re.IGNORECASE)
 _RESUMES = "stopped; the same command goes on from there"
@@ -97,6 +101,23 @@ def first_given(context: typer.Context, among: Collection[str] | None = None, bu
         if typed and name not in but and (among is None or name in among):
             return parameter.opts[0]
     return None
+
+
+def write_figure(path: Path, draw: "Callable[[], Figure | None]") -> list[Path]:
+    """The path in a list, or an empty one where there is nothing to draw or nothing to draw with."""
+    try:
+        from skipless.figures.style import render
+
+        figure = draw()
+        if figure is None:
+            return []
+        write_output(path, render(figure, path.suffix.lower()))
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
+            raise
+        say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]', then the same command again")
+        return []
+    return [path]
 
 
 def _import_all(names: list[str] | None) -> None:

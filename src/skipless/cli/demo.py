@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from skipless import __version__
-from skipless.cli.reproduce import write_figure
+from skipless.cli.app import write_figure
 from skipless.console import Progress, print_table, print_text, say, write_output
 from skipless.data.prepare import OPTIONS, Preparation, prepare
 from skipless.data.store import TokenStore
@@ -30,7 +30,7 @@ from skipless.paper.experiments import Arm, PaperTable, Scale, Setting
 from skipless.paper.measures import probe_at
 from skipless.paper.mirrored import MIRRORED
 from skipless.paper.records import Record, Text
-from skipless.paper.runs import Run, make_run, run_key
+from skipless.paper.runs import Limits, Run, make_run, run_key
 from skipless.theory import kernels
 from skipless.theory.certificate import Verdict
 from skipless.training.config import Experiment
@@ -87,23 +87,23 @@ SCALE = Scale(
 PROMPT = "    def "
 
 
-def demo_scale(steps: int | None = None, scale: Scale = SCALE) -> Scale:
+def demo_scale(steps: int | None = None) -> Scale:
     """The demo's scale, with another number of steps; refuses a schedule too short to be one."""
     if steps is not None and steps < 2:
         raise ValueError(f"--steps is {steps}; the shortest schedule is one step of warm-up and one of training: 2")
-    return scale if steps is None else replace(scale, steps=steps)
+    return SCALE if steps is None else replace(SCALE, steps=steps)
 
 
-def demo_runs(setting: Setting, seed: int = 0, table: PaperTable = DEMO) -> list[Run]:
+def demo_runs(setting: Setting, seed: int = 0) -> list[Run]:
     """A run of each arm at its rate, probed before the first update and before the last, whose weights are kept.
 
     Arms are equal in steps, batches, warm-up and optimiser; mirrored has the factors of its recipe on rates. E-SPA's
     repeat rate is the text's: bytes repeat ten times as often as the paper's 32k pieces.
     """
     runs = []
-    for arm in table.arms:
+    for arm in DEMO.arms:
         assert arm.rate is not None
-        run = make_run(table, arm, setting, arm.rate, seed)
+        run = make_run(DEMO, arm, setting, arm.rate, seed)
         train = replace(run.experiment.train, probe_at=(0, run.experiment.train.steps - 1))
         data = replace(run.experiment.data, corpus="stdlib")  # of any Python, so that an earlier demo goes on
         experiment = replace(run.experiment, name=arm.name, data=data, train=train)
@@ -136,7 +136,7 @@ class DemoRow:
         return max(len(self.losses) // 10, 1)
 
 
-def demo_row(run: Run, record: Record, folder: Path, table: PaperTable = DEMO) -> DemoRow:
+def demo_row(run: Run, record: Record, folder: Path) -> DemoRow:
     """What the finished run in `folder` has to show."""
     model, train = run.experiment.model, run.experiment.train
     losses = {line["step"]: line["loss"] for line in read_metrics(folder) if "loss" in line}
@@ -145,7 +145,7 @@ def demo_row(run: Run, record: Record, folder: Path, table: PaperTable = DEMO) -
     first, last = (_cosines(probe_at(folder, step)) for step in train.probe_at)
     return DemoRow(
         run,
-        table.arm(run.arm).label,
+        DEMO.arm(run.arm).label,
         *_skips_and_norms(model),
         record,
         np.array([losses[step] for step in sorted(losses)]),
@@ -238,13 +238,13 @@ def command(
     data = (out / DATA).resolve()
     say(f"text: the standard library of Python {sys.version_info.major}.{sys.version_info.minor}, byte by byte")
     prepare(TEXT, data, force=fresh, progress=Progress())  # what an earlier call prepared is checked and kept
-    runs = demo_runs(Setting.of(scale, Text.read(data)), seed, DEMO)
+    runs = demo_runs(Setting.of(scale, Text.read(data)), seed)
     for file in shown if fresh else ():
         file.unlink()
     runs = [_taken_up(run, out / RUNS / run.arm, fresh) for run in runs]
     _warn_if_busy()
     trained = [_train(run, out / RUNS / run.arm, device, f"{n}/{len(runs)}") for n, run in enumerate(runs, 1)]
-    rows = [demo_row(run, record, out / RUNS / run.arm, DEMO) for run, record in zip(runs, trained, strict=True)]
+    rows = [demo_row(run, record, out / RUNS / run.arm) for run, record in zip(runs, trained, strict=True)]
     _show(rows, counting(runs[0]), out, seed)
 
 
@@ -307,7 +307,7 @@ def _train(run: Run, folder: Path, device: str | None, count: str) -> Record:
     # A tenth of the collapsed network's gradients underflow, and some CPUs are very slow with numbers below 1e-38.
     torch.set_flush_denormal(True)
     try:
-        record = run_one(RunRequest(run, folder, device, quiet=False))
+        record = run_one(RunRequest(run, folder, Limits(device=device), quiet=False))
     except KeyboardInterrupt:
         words = f"stopped while training {label}; the same command goes on from there"
         raise KeyboardInterrupt(words) from None

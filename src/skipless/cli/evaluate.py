@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from skipless.console import check_target, print_table, print_text, say, write_o
 from skipless.data.store import MANIFEST, TokenStore, holds_images
 from skipless.data.text import DATASETS, open_corpus
 from skipless.files import DATA_MARK
+from skipless.inspection.inspection import finite
 from skipless.training.config import Precision
 from skipless.training.load import LoadedModel, load_image_model, load_model, reads_images
 
@@ -88,8 +88,7 @@ def command(
     ones, class by class; of the options it takes --corpus, another folder of prepared images, --device, --precision and
     --json.
     """
-    if json_file is not None and str(json_file) != "-":
-        check_target(json_file, DATA_MARK)
+    check_target(json_file, DATA_MARK)
     if reads_images(model):
         if given := first_given(context, but=("model", "corpus", "device", "precision", "json_file", "import_")):
             raise ValueError(f"{given} is not for a network of images, which {model} holds; leave it out")
@@ -155,11 +154,8 @@ def _images(
     assert result.answers is not None
     classes = by_class(result.answers, store.manifest.classes)
     if json_file is not None:
-        numbers = {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in result.numbers().items()
-        }
-        found = numbers | {"images": result.images, "classes": [dataclasses.asdict(each) for each in classes]}
+        own = {"images": result.images, "classes": [dataclasses.asdict(each) for each in classes]}
+        found = result.numbers() | own
         options = {"device": str(next(loaded.model.parameters()).device), "precision": precision}
         images = {str(store.folder): found}
         _write(json_file, {"skipless": __version__, "weights": loaded.origin, "options": options, "images": images})
@@ -240,11 +236,13 @@ def _tasks(
     chosen = task_names(names)
     asked = {name: _asked(name, folder, options) for name in chosen}  # what is wrong is said before anything is scored
     if backend == "lm-eval":
-        from skipless.training.tasks import run_lm_eval
+        from skipless.training.tasks import lm_eval_result, run_lm_eval
 
         if options.precision is not None:
             raise ValueError("--precision is for the built-in scorer; lm-eval runs in the precision of the weights")
-        return run_lm_eval(loaded.model, loaded.tokenizer, chosen, folder, limit=options.limit, length=options.length)
+        limits = {"limit": options.limit, "length": options.length}
+        found = run_lm_eval(loaded.model, loaded.tokenizer, chosen, folder, **limits)
+        return {name: lm_eval_result(name, found) for name in chosen}
     return score_tasks(
         loaded.model,
         loaded.tokenizer,
@@ -312,8 +310,8 @@ def _record(
     scores: "dict[str, TaskResult]",
     backend: Backend,
 ) -> dict[str, Any]:
-    """Everything as plain data; what is not finite becomes null, since JSON has no word for it."""
-    plain = {
+    """Everything as plain data."""
+    return {
         "skipless": __version__,
         "weights": origin,
         "options": dataclasses.asdict(options),
@@ -321,13 +319,10 @@ def _record(
         "backend": backend if scores else None,
         "tasks": {name: dataclasses.asdict(r) | {"chance": r.chance} for name, r in scores.items()},
     }
-    for result in plain["texts"].values():
-        result.update({key: None for key, value in result.items() if value is not None and not math.isfinite(value)})
-    return plain
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(finite(record), indent=2, allow_nan=False) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
     else:

@@ -54,8 +54,11 @@ def command(
             raise ValueError(f"{name} is not for a network of {'images' if images else 'text'}, which {run} holds")
     loaded = _with_names(load_image_model(run), classes) if images else load_model(run, tokenizer)
     # with transformers, which a wrong path need not wait for
+    from transformers.utils.logging import disable_progress_bar
+
     from skipless.hf.modeling import as_pretrained, images_as_pretrained
 
+    disable_progress_bar()  # of one file
     with _aside(folder) as place:
         if isinstance(loaded, LoadedImageModel):
             parts = images_as_pretrained(loaded.model, loaded.classes)

@@ -93,8 +93,7 @@ def command(
     check_apart({"--json": json_file, "--figure": figure}, (text, corpus, tokenizer))
     if figure is not None:
         check_figure(figure)
-    if json_file is not None and str(json_file) != "-":
-        check_target(json_file, DATA_MARK)
+    check_target(json_file, DATA_MARK)
     asked.check()
     found = _inspected(asked, blocks, device, rounding)
     _report(found, json_file, figure, rounding)

@@ -11,6 +11,7 @@ import numpy as np
 import typer
 
 from skipless import __version__
+from skipless.cli.app import write_figure
 from skipless.cli.networks import KernelsArguments, Selection, name_list, select
 from skipless.console import (
     Progress,
@@ -21,7 +22,6 @@ from skipless.console import (
     check_target,
     print_table,
     print_text,
-    say,
     write_output,
 )
 from skipless.files import DATA_MARK, PICTURE_MARK
@@ -104,28 +104,27 @@ def command(
     kernels_kept = sum(network.config.depth + 1 for network in selection.networks) or len(selection.signals)
     size, smaller = selection.signals[0].length, "use fewer blocks (--depth) or locations (--length)"
     check_fits(8.0 * kernels_kept * size**2, f"keeping {kernels_kept:,} kernels of {size:,} locations", smaller)
-    picture = _figure_path(name, figure, no_figure)
-    _check_outputs(picture, json_file, must_draw=figure is not None)
+    picture = _picture(name, figure, no_figure, json_file)
     studies = _follow(selection)
     _report(selection, studies, picture, json_file)
     if check and any(each.certificate.verdict.lost for each in studies):
         raise typer.Exit(1)
 
 
-def _figure_path(name: str, figure: Path | None, no_figure: bool) -> Path | None:
-    """Where the figure goes, or None where none is wanted."""
+def _picture(name: str, figure: Path | None, no_figure: bool, json_file: Path | None) -> Path | None:
+    """Where the figure goes, or None where none is wanted; what cannot be written is refused.
+
+    A figure that was not asked for may be left out where nothing can draw it.
+    """
     if no_figure and figure is not None:
         raise ValueError(f"--no-figure and --figure {figure} contradict each other: leave one out")
-    return None if no_figure else figure or FOLDER / f"{name.replace('/', '-')}.png"
-
-
-def _check_outputs(figure: Path | None, json_file: Path | None, must_draw: bool) -> None:
-    """Refuse what cannot be written. A figure that was not asked for may be left out where nothing can draw it."""
-    check_apart({"--json": json_file, "--figure": figure})
+    path = None if no_figure else figure or FOLDER / f"{name.replace('/', '-')}.png"
+    check_apart({"--json": json_file, "--figure": path})
     if figure is not None:
-        check_figure(figure) if must_draw else check_target(figure, PICTURE_MARK)
-    if json_file is not None and str(json_file) != "-":
-        check_target(json_file, DATA_MARK)
+        check_figure(figure)
+    check_target(path, PICTURE_MARK)
+    check_target(json_file, DATA_MARK)
+    return path
 
 
 def _follow(selection: Selection) -> list[Study]:
@@ -151,7 +150,7 @@ def _report(selection: Selection, studies: Sequence[Study], figure: Path | None,
     # files first: a line may find its reader gone
     if json_file is not None and not to_stdout:
         write_output(json_file, as_json(selection, studies).encode())
-    drawn = figure is not None and _drawn(selection, studies, figure)
+    drawn = figure is not None and write_figure(figure, lambda: draw(selection, studies))
     print_table(console, said.head, said.rows, said.styles)
     if said.legend:
         print_text(console, said.legend)
@@ -163,21 +162,6 @@ def _report(selection: Selection, studies: Sequence[Study], figure: Path | None,
         print_text(console, f"figure: {figure}")
     console.print()
     print_text(console, said.closing, style="bold", wrap=True)
-
-
-def _drawn(selection: Selection, studies: Sequence[Study], figure: Path) -> bool:
-    """Draw the figure, where there is something to draw with."""
-    try:
-        picture = draw(selection, studies)
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
-            raise
-        say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]'")
-        return False
-    from skipless.figures.style import render
-
-    write_output(figure, render(picture, figure.suffix.lower()))
-    return True
 
 
 _COLOURS = {"preserved": "green", "drift": "yellow"}

@@ -8,7 +8,7 @@ import typer
 from skipless.cli.app import first_given
 from skipless.console import Progress
 from skipless.data.formats import Reading
-from skipless.data.prepare import Preparation, prepare
+from skipless.data.prepare import Preparation, default_folder, prepare
 from skipless.data.tokenizer import Bytes, FileTokenizer, TokenizerChoice, TrainUnigram
 
 STDLIB = "stdlib"
@@ -88,15 +88,3 @@ def _choice(as_bytes: bool, file: Path | None, vocab: int, sample_mb: float) -> 
     if file:
         return FileTokenizer(file), file.stem
     return TrainUnigram(vocab, sample_mb), str(vocab)
-
-
-def default_folder(corpus: str, vocabulary: str) -> Path:
-    """Where shards go unless said otherwise: data/stdlib-32000."""
-    path = Path(corpus)
-    if path.is_dir():
-        name = path.resolve().name
-    elif any(character in corpus for character in "*?["):
-        name = path.resolve().parent.name
-    else:
-        name = path.name.split(".")[0]
-    return Path("data") / f"{name or 'corpus'}-{vocabulary}"

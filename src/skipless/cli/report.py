@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from skipless.console import check_apart, check_target, write_output
+from skipless.console import check_apart, check_target, count, write_output
 from skipless.files import PAGE_MARK, mapping, read_json, reading
 from skipless.inspection.inspection import Inspection
 from skipless.paper.records import read_records
-from skipless.paper.tables import count
+from skipless.paper.tables import HEAD
 from skipless.report.page import ResultTable, render
 from skipless.schema import build, check
 from skipless.training.run import EXPERIMENT, METRICS, read_metrics, read_probe
@@ -147,7 +147,6 @@ def read_classes(path: Path) -> list[ResultTable]:
 
 
 _AGAIN = "`skipless reproduce --tables-only` writes it again"
-_COLUMNS = ("arm", "paper", "ours", "steps", "time", "seeds", "rate", "log")
 
 
 def is_results(path: Path) -> bool:
@@ -228,7 +227,7 @@ def _records(logs: Path) -> dict[str, tuple[int, list[dict[str, Any]]]]:
 def _tables(data: dict[str, Any]) -> list[ResultTable]:
     of = f"{data['item']} ({data['reference']}), scale {data['scale']}"
     tables = [
-        ResultTable(f"{of}: {quantity.replace('_', ' ')}", _COLUMNS, [_cells(row) for row in rows])
+        ResultTable(f"{of}: {quantity.replace('_', ' ')}", HEAD, [_cells(row) for row in rows])
         for quantity, rows in data["tables"].items()
     ]
     if glance := data.get("glance"):
@@ -246,4 +245,4 @@ def _cells(row: dict[str, Any]) -> list[str]:
     longer = "" if row["multiple"] == 1.0 else f", {row['multiple']:g}× the steps"
     ours = "–" if row["ours"] is None else f"{row['ours']:.4g}"
     known = row.get("label", row["arm"] + longer), row["paper"], row.get("text", ours)
-    return [*known, *(row[name] for name in _COLUMNS[3:])]
+    return [*known, *(row[name] for name in HEAD[3:])]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 from skipless import __version__
-from skipless.console import Progress, nearest, print_table, say, write_output
+from skipless.cli.app import write_figure
+from skipless.console import Progress, check_writable, count, nearest, print_table, say, write_output
 from skipless.data.store import MANIFEST, holds_images
 from skipless.files import DATA_MARK, check_folder, check_output, is_ours
 from skipless.paper.experiments import SCALES, PaperTable, Scale, Setting, check_runs
@@ -22,7 +23,6 @@ from skipless.paper.tables import (
     Summary,
     as_json,
     best_record,
-    count,
     gather,
     markdown,
     measured_blocks,
@@ -85,10 +85,14 @@ def run(asked: ReproduceArguments, limits: Limits) -> bool:
 
 
 def _check_place(out: Path) -> None:
-    """Refuse a folder of other files. The first of ours there is a log, or the page of kernels, which has none."""
+    """Refuse a folder of other files, and one that cannot be written to.
+
+    The first of our files there is a log, or the page of kernels, which has none.
+    """
     kernels = out / "kernels.json"
     page = kernels.is_file() and is_ours(kernels, DATA_MARK)
     check_folder(out, kernels.name if page else f"{LOGS}/*-*.jsonl", LOGS, RUNS)
+    check_writable(out)
 
 
 def tables_named(names: Sequence[str]) -> list[PaperTable]:
@@ -317,23 +321,6 @@ def _write_pair(stem: Path, page: str, data: dict[str, Any]) -> list[Path]:
     return paths
 
 
-def write_figure(path: Path, draw: "Callable[[], Figure | None]") -> list[Path]:
-    """The path in a list, or an empty one where there is nothing to draw or nothing to draw with."""
-    try:
-        from skipless.figures.style import render
-
-        figure = draw()
-        if figure is None:
-            return []
-        write_output(path, render(figure, path.suffix))
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] not in ("matplotlib", "PIL"):
-            raise
-        say(f"no figure: {missing.name} is not installed; pip install 'skipless[plot]', then the same command again")
-        return []
-    return [path]
-
-
 def picture(summary: Summary) -> "Figure | None":
     """Training curves, the rates tried and measures by block, or kernels by stage where the table probes them."""
     from skipless.figures.kernels import Heading
@@ -369,7 +356,7 @@ def curves(outcome: Outcome, scale: Scale) -> Iterator[dict[str, Any]]:
             "steps": steps,
             "losses": losses,
             "final": sample_text(sample, 2) if sample is not None else f"{record.train_loss:.2f} (unfinished)",
-            "sweep": {rate: tried.train_loss for rate, tried in outcome.sweep.items()} if usual else {},
+            "sweep": {rate: tried.train_loss for rate, tried in outcome.rates.tried.items()} if usual else {},
             "others": [tuple(zip(*run.curve, strict=True)) for run in seeds],
             "name": arm.name if usual else f"{arm.name}/×{multiple:g}",
         }

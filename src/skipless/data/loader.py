@@ -178,11 +178,11 @@ class TokenLoader:
             )
         self.store, self.length, self.batch_size, self.seed = store, length, batch_size, seed
         self.rank, self.world, self.documents = rank, world, documents
-        self._shuffle = Shuffle(self.windows, batch_size, seed, rank, world)
+        self.shuffle = Shuffle(self.windows, batch_size, seed, rank, world)
 
     def window_ids(self, step: int) -> np.ndarray:
         """The windows that this rank sees at `step`, (batch_size / world,)."""
-        return self._shuffle.at(step)
+        return self.shuffle.at(step)
 
     def batch(self, step: int) -> Batch:
         """This rank's rows of the batch of `step`, on the CPU: (batch_size / world, T+1)."""
@@ -214,7 +214,7 @@ class TokenLoader:
 
     def _sweep(self) -> Iterator[Batch]:
         for first in range(0, self.windows, self.batch_size):
-            yield self._rows(self._shuffle.share(first))
+            yield self._rows(self.shuffle.share(first))
 
 
 def is_cuda(device: torch.device | str | None) -> bool:

@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from skipless.console import Progress
+from skipless.console import Progress, count
 from skipless.data.formats import Reading, Seen
 from skipless.data.store import (
     MANIFEST,
@@ -153,6 +153,18 @@ class _Texts:
 
     def trains(self, text: bytes) -> bool:
         return self.valid is not None or not held_out(text, self.fraction)
+
+
+def default_folder(corpus: str, vocabulary: str, root: str | Path = "data") -> Path:
+    """Where shards go unless said otherwise: data/stdlib-32000."""
+    path = Path(corpus)
+    if path.is_dir():
+        name = path.resolve().name
+    elif any(character in corpus for character in "*?["):
+        name = path.resolve().parent.name
+    else:
+        name = path.name.split(".")[0]
+    return Path(root) / f"{name or 'corpus'}-{vocabulary}"
 
 
 def prepare(
@@ -403,7 +415,8 @@ def _finish(folder: Folder, options: dict, tokenizer: Tokenizer, progress: Progr
         documents, text_bytes = sum(shard.documents for shard in mine), sum(shard.text_bytes for shard in mine)
         splits[name] = Split(tokens, documents, text_bytes, rate)
         measured = f", r = {rate:.5f}" if rate is not None else ""
-        progress.say(f"{name}: {tokens:,} tokens in {documents:,} documents, {text_bytes / 1e6:.1f} MB{measured}")
+        size = f"{count(tokens, 'token')} in {count(documents, 'document')}, {text_bytes / 1e6:.1f} MB"
+        progress.say(f"{name}: {size}{measured}")
     verify_shards(folder.path, shards, trust=False)
     manifest = Manifest(options, TokenizerNote.of(tokenizer), dtype.str, splits, sections)
     folder.finish(manifest.to_json())

@@ -268,38 +268,39 @@ class Below(_Bound):
 
 
 @dataclass(frozen=True)
-class Later:
-    """A claim that was added after some of its runs, beside one that passes too easily, or fails to say enough."""
+class _Restated:
+    """Another claim, of which something more is to be said."""
 
     claim: Claim
 
     @property
     def quantity(self) -> str:
-        return getattr(self.claim, "quantity", "train_loss")
-
-    def text(self) -> str:
-        return f"(added after the first runs) {self.claim.text()}"
-
-    def judge(self, results: Results) -> Verdict:
-        return self.claim.judge(results)
-
-
-@dataclass(frozen=True)
-class At:
-    """A claim about one scale alone, such as an accuracy that takes 50 epochs. At others it is not made."""
-
-    scale: str
-    claim: Claim
-
-    @property
-    def quantity(self) -> str:
-        return getattr(self.claim, "quantity", "train_loss")
+        return quantity_of(self.claim)
 
     def text(self) -> str:
         return self.claim.text()
 
     def judge(self, results: Results) -> Verdict:
         return self.claim.judge(results)
+
+
+class Later(_Restated):
+    """A claim that was added after some of its runs, beside one that passes too easily, or fails to say enough."""
+
+    def text(self) -> str:
+        return f"(added after the first runs) {self.claim.text()}"
+
+
+@dataclass(frozen=True)
+class At(_Restated):
+    """A claim about one scale alone, such as an accuracy that takes 50 epochs. At others it is not made."""
+
+    scale: str
+
+
+def quantity_of(claim: Claim) -> str:
+    """What a claim is about."""
+    return getattr(claim, "quantity", "train_loss")
 
 
 def made_at(claims: Sequence[Claim], scale: Scale) -> tuple[Claim, ...]:

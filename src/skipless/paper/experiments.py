@@ -16,7 +16,7 @@ from skipless.model.presets import preset
 from skipless.paper.numbers import Printed
 from skipless.paper.records import Facts
 from skipless.theory.schemes import ExponentialSPA, UniformSPA
-from skipless.training.config import DataConfig, Experiment, OptimizerConfig, Precision, TrainConfig
+from skipless.training.config import DEPTH_POWER, DataConfig, Experiment, OptimizerConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
     from skipless.paper.claims import Claim
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 # Names in logs. "pace" is the time of a step, with nothing beside it.
 Measure = Literal["", "probes", "tasks", "uses", "pace"]
 Optimizer = Literal["adam", "muon", "soap"]
-
-# The rate falls as depth^−power. Each of L blocks moves the output of a network without skips by about as much as its
-# own matrices move, relative to their size; Muon moves all of them by the same share. With one direction in common the
-# L shares add up, so that the whole moves by the same amount if each moves by 1/L of it. For ReLU MLPs trained by SGD
-# the power is 3/2 (Jelassi et al. 2023, arXiv:2305.07810).
-DEPTH_POWER = 1.0
 
 
 @dataclass(frozen=True)
@@ -412,11 +406,6 @@ def kind(model: ModelConfig) -> str:
 def expected(model: ModelConfig, optimizer: str) -> float:
     """The rate at the middle of a network's grid."""
     return EXPECTED[kind(model), optimizer]
-
-
-def by_depth(rate: float, depth: int, at: int = 36, power: float = DEPTH_POWER) -> float:
-    """The rate of a network of `depth` blocks from the best one of `at` blocks, to three digits: ∝ depth^−power."""
-    return float(f"{rate * (at / depth) ** power:.3g}")
 
 
 def by_steps(rate: float, multiple: float, power: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipless.files import read_json
-from skipless.paper.claims import Mark
+from skipless.paper.claims import Mark, quantity_of
 from skipless.paper.experiments import PaperTable, Setting
 from skipless.paper.records import ResultsFolder
 from skipless.paper.tables import TABLES, Summary, all_runs, gather, markdown_table
@@ -169,8 +169,7 @@ def _names(where: str, number: str) -> bool:
 def _judged(summary: Summary, quantities: tuple[str, ...] = ()) -> list[_Judged]:
     """The claims of a table that was judged, or those about some quantities."""
     found = [
-        _Judged(getattr(claim, "quantity", "train_loss"), claim.text(), verdict.mark, verdict.detail)
-        for claim, verdict in summary.verdicts
+        _Judged(quantity_of(claim), claim.text(), verdict.mark, verdict.detail) for claim, verdict in summary.verdicts
     ]
     return [each for each in found if not quantities or each.quantity in quantities]
 

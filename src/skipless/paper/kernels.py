@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skipless.inspection import studies
-from skipless.inspection.studies import InputSignal, Study, study
+from skipless.inspection.studies import Study, study
 from skipless.paper.experiments import PaperTable
 from skipless.paper.tables import markdown_table
 from skipless.theory.kernels import mean_cosine
@@ -81,7 +81,8 @@ def _inputs() -> list[Check]:
 def _corrections() -> list[Check]:
     plain, corrected = (study(network, studies.CORRECTION_SIGNAL) for network in studies.correction_networks())
     drift, kept = (float(each.diagonals()[-1].mean()) for each in (plain, corrected))
-    average = float(study(plain.network, _average()).diagonals()[-1][-1])
+    mean_input = replace(studies.CORRECTION_SIGNAL, kind="average")
+    average = float(study(plain.network, mean_input).diagonals()[-1][-1])
     return [
         Check("Fig. 6", "uncorrected, the mean diagonal grows with depth", f"{drift:.2f}", drift > 1.5),
         Check("Fig. 6", "corrected, it stays near 1", f"{kept:.2f}", abs(kept - 1.0) < 0.25),
@@ -92,10 +93,6 @@ def _corrections() -> list[Check]:
             abs(average - _DRIFT) < 0.01,
         ),
     ]
-
-
-def _average() -> InputSignal:
-    return replace(studies.CORRECTION_SIGNAL, kind="average")
 
 
 def kernels_page(table: PaperTable, checks: Sequence[Check], figure: str = "") -> str:

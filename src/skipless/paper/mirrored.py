@@ -68,6 +68,7 @@ from skipless.paper.claims import Below, Later, Learns, Lower, Match, NoSpike, N
 from skipless.paper.experiments import Arm, Optimizer, PaperTable
 from skipless.paper.measures import FORMATS
 from skipless.theory.schemes import ExponentialSPA
+from skipless.training.config import DEPTH_POWER
 
 EMBEDDING_RATES = experiments.grid(5e-3, 3)
 FACTORS_QK, FACTORS_MLP = 3.0, 0.5
@@ -295,7 +296,7 @@ def _deep(kind: str, depth: int) -> Arm:
         label=f"{arm.label}, {depth} blocks{words}",
         changes={**arm.changes, "depth": depth},
         follows="" if depth == 36 else f"{network}/36",
-        depth_power=0.0 if constant else experiments.DEPTH_POWER,
+        depth_power=0.0 if constant else DEPTH_POWER,
         seeds=None,
     )
 
@@ -317,7 +318,7 @@ DEPTH = PaperTable(
     quantities=("train_loss", "valid_loss"),
     embedding_rates=EMBEDDING_RATES,
     note=(
-        f"Rates are tuned at 36 blocks and fall as depth^−{experiments.DEPTH_POWER:g}; the embedding's stays. Pre-LN "
+        f"Rates are tuned at 36 blocks and fall as depth^−{DEPTH_POWER:g}; the embedding's stays. Pre-LN "
         "is also shown at the rate of 36 blocks."
     ),
 )

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from skipless.console import Progress, nearest
 from skipless.data.image_store import ImageStore, holds_images, read_images
-from skipless.data.prepare import Preparation, prepare
+from skipless.data.prepare import Preparation, default_folder, prepare
 from skipless.data.store import read_manifest
 from skipless.data.text import DATASETS
 from skipless.data.tokenizer import Bytes, TrainUnigram
 from skipless.files import read_json
 from skipless.model import presets
 from skipless.model.config import ModelConfig
-from skipless.paper.experiments import by_depth
-from skipless.training.config import NO_IMAGES, DataConfig, Experiment, OptimizerConfig, TrainConfig
+from skipless.training.config import NO_IMAGES, DataConfig, Experiment, OptimizerConfig, TrainConfig, by_depth
 from skipless.training.run import EXPERIMENT
 
 if TYPE_CHECKING:
@@ -40,6 +39,13 @@ HEAD_WIDTH = 64
 IMAGE_EPOCHS, IMAGE_BATCH, IMAGE_COUNT = 50, 256, 50_000
 IMAGE_STEPS = round(IMAGE_EPOCHS * IMAGE_COUNT / IMAGE_BATCH)
 IMAGE_EMBEDDING_RATE, LABEL_SMOOTHING = 2e-3, 0.1
+IMAGE_SCHEDULE = TrainConfig(
+    IMAGE_STEPS,
+    IMAGE_BATCH,
+    label_smoothing=LABEL_SMOOTHING,
+    eval_every=round(IMAGE_COUNT / IMAGE_BATCH) * 5,
+    eval_tokens=1 << 20,  # 16,384 images of 64 patches
+)
 IMAGE_RATES = {"pre-ln": 1e-2, "mirrored": 3e-3, "mirrored-u-spa": 3e-3, "e-spa": 1e-3, "u-spa": 1e-3}
 
 
@@ -52,44 +58,24 @@ def recipe(name: str) -> Experiment:
     """
     name = presets.full_name(name)
     model = presets.preset(name)
+    group, _, short = name.partition("/")
+    data = DataConfig(corpus="c4" if group == "c4" else "wikitext-103", vocab=model.vocab_size)
+    gain_rate = GAIN_RATE if model.bias_gain else None
     if model.images is not None:
-        return _image_recipe(name, model)
-    if name.startswith("mirrored/"):
+        data, train = DataConfig(corpus="cifar10"), IMAGE_SCHEDULE
+        roles = MIRRORED.role_rates if model.mlp_init == "mirrored" else {}
+        rates: dict[str, Any] = {"embedding_rate": IMAGE_EMBEDDING_RATE, "gain_rate": gain_rate}
+        optimizer = OptimizerConfig("muon", IMAGE_RATES[short], role_rates=dict(roles), **rates)
+    elif group == "mirrored":
+        train = TrainConfig(steps=1500, batch_size=32)
         slower = {"value": 0.1, "output": 0.1} if model.value_output == "trained" else {}
         roles = READERS_ROLE_RATES if model.readers else {**MIRRORED.role_rates, **slower}
-        gain_rate = GAIN_RATE if model.bias_gain else None
         optimizer = dataclasses.replace(MIRRORED, role_rates=dict(roles), gain_rate=gain_rate)
-        data, train = DataConfig(corpus="wikitext-103", vocab=model.vocab_size), TrainConfig(steps=1500, batch_size=32)
-        return Experiment(name.replace("/", "-"), model, data, optimizer, train)
-    c4 = name.startswith("c4/")
-    steps, batch, corpus = (50_000, 8, "c4") if c4 else (100_000, 16, "wikitext-103")
-    rate = VANILLA_RATE if model.skipless else SKIP_RATE
-    return Experiment(
-        name=name.replace("/", "-"),
-        model=model,
-        data=DataConfig(corpus=corpus, vocab=model.vocab_size),
-        optimizer=OptimizerConfig(rate=rate, embedding_rate=5e-4 if c4 else 2e-4),
-        train=TrainConfig(steps=steps, batch_size=batch),
-    )
-
-
-def _image_recipe(name: str, model: ModelConfig) -> Experiment:
-    mirrored = model.mlp_init == "mirrored"
-    optimizer = OptimizerConfig(
-        "muon",
-        IMAGE_RATES[name.partition("/")[2]],
-        embedding_rate=IMAGE_EMBEDDING_RATE,
-        role_rates=dict(MIRRORED.role_rates) if mirrored else {},
-        gain_rate=GAIN_RATE if model.bias_gain else None,
-    )
-    train = TrainConfig(
-        IMAGE_STEPS,
-        IMAGE_BATCH,
-        label_smoothing=LABEL_SMOOTHING,
-        eval_every=round(IMAGE_COUNT / IMAGE_BATCH) * 5,
-        eval_tokens=1 << 20,  # 16,384 images of 64 patches
-    )
-    return Experiment(name.replace("/", "-"), model, DataConfig(corpus="cifar10"), optimizer, train)
+    else:
+        steps, batch, embedding_rate = (50_000, 8, 5e-4) if group == "c4" else (100_000, 16, 2e-4)
+        train = TrainConfig(steps=steps, batch_size=batch)
+        optimizer = OptimizerConfig(rate=VANILLA_RATE if model.skipless else SKIP_RATE, embedding_rate=embedding_rate)
+    return Experiment(name.replace("/", "-"), model, data, optimizer, train)
 
 
 def train(
@@ -114,10 +100,7 @@ def train(
     from skipless.training import trainer
 
     chosen, given = plan(experiment, data)
-    values = {_path_of(chosen, name): value for name, value in settings.items()}
-    if not given:
-        values = by_law(chosen, values) | values
-    chosen = with_data(chosen.with_fields(values), given={*given, *values})
+    chosen = settle(chosen, given, {_path_of(chosen, name): value for name, value in settings.items()})
     folder = chosen.folder if out is None else out
     return trainer.train(chosen, folder, resume=resume, device=device, tensorboard=tensorboard, quiet=quiet)
 
@@ -133,6 +116,22 @@ def plan(experiment: str | Path | Experiment, data: str | Path | None = None) ->
     if data is not None:
         found = found.with_fields({"data.folder": str(data)})
     return found, set() if by_name else set(GIVEN)
+
+
+def settle(
+    experiment: Experiment, given: Collection[str], values: Mapping[str, Any], prepare: bool = True
+) -> Experiment:
+    """What `plan` found, with fields set by their dotted names, and then what follows from sizes and data.
+
+    prepare=False: no corpus is prepared; without a folder nothing follows from the data.
+    """
+    followed = {} if given else by_law(experiment, values)
+    experiment = experiment.with_fields({**followed, **values})
+    chosen = {*given, *values}
+    scheme = values.get("model.scheme")
+    if isinstance(scheme, str) and not scheme.startswith("{"):  # its name alone: its fields are nobody's choice
+        chosen.remove("model.scheme")
+    return with_data(experiment, given=chosen) if prepare or experiment.data.folder is not None else experiment
 
 
 def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,31 +201,45 @@ def with_data(experiment: Experiment, root: str | Path = "data", *, given: Colle
     repeat rate that is far from the tokens' is a warning. A vocabulary of at most 257 means bytes. A network of images
     takes size, classes, mean and deviation from them.
     """
-    data = experiment.data
-    if experiment.model.images is not None:
-        return _with_images(experiment, given)
-    if data.valid is not None:
-        read_manifest(Path(data.valid))  # before an hour of tokenising
-    if data.folder is None:
-        asked = "model.vocab_size" in given and "data.vocab" not in given
-        vocab = experiment.model.vocab_size if asked or data.vocab is None else data.vocab
-        folder = prepared(data.corpus, vocab, root)
-        experiment = experiment.with_fields({"data.folder": str(folder)})
-    manifest = read_manifest(Path(experiment.data.folder or ""))
-    rate = manifest.splits["train"].repeat_rate if "train" in manifest.splits else None
-    model, values = experiment.model, {}
-    if "model.vocab_size" not in given:
-        values["model.vocab_size"] = manifest.tokenizer.vocab_size
+    model = experiment.model
     assumed = getattr(model.scheme, "repeat_rate", None)
-    if rate is not None and assumed is not None:
+    if model.images is None:
+        what, experiment = "tokens", _with_folder(experiment, root, given)
+        manifest = read_manifest(Path(experiment.data.folder or ""))
+        values: dict[str, Any] = {"model.vocab_size": manifest.tokenizer.vocab_size}
+        rate = manifest.splits["train"].repeat_rate if "train" in manifest.splits else None
+    elif experiment.data.folder is None:
+        raise ValueError(NO_IMAGES)
+    else:
+        what, store = "images", ImageStore(experiment.data.folder)
+        values = {f"model.images.{name}": getattr(store.manifest, name) for name in ("side", "channels", "mean", "std")}
+        values["model.classes"] = len(store.manifest.classes)
+        experiment = experiment.with_fields({name: value for name, value in values.items() if name not in given})
+        rate = None if assumed is None else round(store.repeat_rate(model.images.patch), 3)
+
+    values = {name: value for name, value in values.items() if name not in given}
+    if assumed is not None and rate is not None:
         if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
             values["model.scheme.repeat_rate"] = round(rate, 3)
-        else:
-            _warn_of_drift(assumed, rate, "tokens")
+        elif not 0.5 < max(assumed, 1e-4) / max(rate, 1e-4) < 2.0:
+            words = "the scheme assumes repeat_rate=%g and these %s have %.3g; norms will drift at initialisation: "
+            logger.warning(words + "--set model.scheme.repeat_rate=%.3g", assumed, what, rate, rate)
     if values:
-        found = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
-        logger.info("from the tokens of %s: %s", experiment.data.folder, found)
+        words = ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in values.items())
+        logger.info("from the %s of %s: %s", what, experiment.data.folder, words)
     return experiment.with_fields(values)
+
+
+def _with_folder(experiment: Experiment, root: str | Path, given: Collection[str]) -> Experiment:
+    """The experiment with data.folder set, of tokens: its corpus is prepared if it was not."""
+    data = experiment.data
+    if data.valid is not None:
+        read_manifest(Path(data.valid))  # before an hour of tokenising
+    if data.folder is not None:
+        return experiment
+    asked = "model.vocab_size" in given and "data.vocab" not in given
+    vocab = experiment.model.vocab_size if asked or data.vocab is None else data.vocab
+    return experiment.with_fields({"data.folder": str(prepared(data.corpus, vocab, root))})
 
 
 def check_data(folder: Path) -> None:
@@ -234,41 +247,9 @@ def check_data(folder: Path) -> None:
     read_images(folder) if holds_images(folder) else read_manifest(folder)
 
 
-def _with_images(experiment: Experiment, given: Collection[str]) -> Experiment:
-    """Size, channels, classes, their statistics and the repeat rate become those of the images, unless given."""
-    if experiment.data.folder is None:
-        raise ValueError(NO_IMAGES)
-    store = ImageStore(experiment.data.folder)
-    found = store.manifest
-    images = {"side": found.side, "channels": found.channels, "mean": found.mean, "std": found.std}
-    values: dict[str, Any] = {f"model.images.{name}": value for name, value in images.items()}
-    values["model.classes"] = len(found.classes)
-    values = {name: value for name, value in values.items() if name not in given}
-    experiment = experiment.with_fields(values)
-    assert experiment.model.images is not None
-    scheme: Any = experiment.model.scheme
-    if hasattr(scheme, "repeat_rate"):
-        rate = round(store.repeat_rate(experiment.model.images.patch), 3)
-        if not any(name in given for name in ("model.scheme", "model.scheme.repeat_rate")):
-            values["model.scheme.repeat_rate"] = rate
-        else:
-            _warn_of_drift(scheme.repeat_rate, rate, "images")
-    if values:
-        words = ", ".join(f"{name.removeprefix('model.')}={value}" for name, value in values.items())
-        logger.info("from the images of %s: %s", store.folder, words)
-    return experiment.with_fields(values)
-
-
-def _warn_of_drift(assumed: float, rate: float, what: str) -> None:
-    """Where a repeat rate that was given is far from that of the data."""
-    if not 0.5 < max(assumed, 1e-4) / max(rate, 1e-4) < 2.0:
-        words = "the scheme assumes repeat_rate=%g and these %s have %.3g; norms will drift at initialisation: "
-        logger.warning(words + "--set model.scheme.repeat_rate=%.3g", assumed, what, rate, rate)
-
-
 def prepared(corpus: str, vocab: int, root: str | Path = "data") -> Path:
     """The folder under `root` of a corpus, by name or path, in so many pieces; up to 257 are bytes. Made if need be."""
-    folder = Path(root) / f"{Path(corpus).name.split('.')[0]}-{'bytes' if vocab <= 257 else vocab}"
+    folder = default_folder(corpus, "bytes" if vocab <= 257 else str(vocab), root)
     if corpus in DATASETS:
         kind = "--bytes" if vocab <= 257 else f"--vocab {vocab}"
         raise ValueError(

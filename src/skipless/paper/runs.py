@@ -13,7 +13,7 @@ from skipless.model.config import ModelConfig
 from skipless.paper import experiments
 from skipless.paper.experiments import Arm, Measure, PaperTable, Scale, Setting
 from skipless.paper.records import Facts, Record
-from skipless.training.config import Experiment, TrainConfig
+from skipless.training.config import Experiment, TrainConfig, by_depth
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def run_key(experiment: Experiment, text: Facts, measure: Measure = "") -> str:
         train |= {"label_smoothing": experiment.train.label_smoothing, "crop": data.crop, "flip": data.flip}
     essentials = {
         "model": _essentials(experiment.model),
-        "optimizer": _rounded(_changed(experiment.optimizer, experiment.optimizer.to_dict())),
+        "optimizer": _rounded(_changed(experiment.optimizer, dataclasses.asdict(experiment.optimizer))),
         "train": _rounded(train),
         "text": text.fingerprint,
         "measure": measure,
@@ -171,29 +171,46 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """An arm as far as it has been run. sweep: by rate, seed 0; runs: at the best rate, by multiple and then seed.
+class Sweep:
+    """Rates that were tried, with seed 0, and the runs that are still missing.
 
-    missing are the runs that the sweep still needs; best is None until it is complete, or if all of it diverged. edge
-    says that the best rate is the highest or lowest tried. Where the embedding's rate is tuned too, embedding_sweep has
-    its rates at the best one of the others, and best_embedding is the best of them.
+    best is None until none is missing, or if all diverged. edge says that it is the highest or lowest tried.
+    """
+
+    tried: dict[float, Record] = field(default_factory=dict)
+    missing: tuple[Run, ...] = ()
+    best: float | None = None
+    edge: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An arm as far as it has been run, tuned by coordinates; runs: at the best rates, by multiple and then seed.
+
+    embeddings: the embedding's rates at the best one of the others, where they are tuned too.
     """
 
     arm: Arm
-    sweep: dict[float, Record]
-    missing: tuple[Run, ...]
-    best: float | None
-    edge: bool
+    rates: Sweep
+    embeddings: Sweep = field(default_factory=Sweep)
     runs: dict[float, dict[int, Record]] = field(default_factory=dict)
     timing: Record | None = None
-    embedding_sweep: dict[float, Record] = field(default_factory=dict)
-    best_embedding: float | None = None
-    embedding_edge: bool = False
+
+    @property
+    def missing(self) -> tuple[Run, ...]:
+        """The runs that tuning still needs."""
+        return (*self.rates.missing, *self.embeddings.missing)
+
+    @property
+    def best(self) -> float | None:
+        """The best rate, once all is tuned."""
+        return None if self.embeddings.missing else self.rates.best
 
     @property
     def swept(self) -> tuple[Record, ...]:
         """Every run that tuned it, once."""
-        return tuple({record.key: record for record in (*self.sweep.values(), *self.embedding_sweep.values())}.values())
+        tried = (*self.rates.tried.values(), *self.embeddings.tried.values())
+        return tuple({record.key: record for record in tried}.values())
 
     def sample(self, quantity: str, multiple: float = 1.0) -> Sample | None:
         """The quantity at the best rate over all seeds that have been run; None where there is none yet."""
@@ -227,16 +244,26 @@ def outcome_of(table: PaperTable, arm: Arm, setting: Setting, records: Mapping[s
     Where the table has embedding rates, they are tuned by coordinates: the rate at the middle one, then the embedding's
     at the best rate. With one rate nothing is tuned. An arm that follows another has that one's best rates.
     """
-    if not arm.follows:
-        grid, start = arm.rates(setting.scale, setting.text, setting.rates), table.embedding_start
-        others = table.embedding_rates if setting.rates > 1 else ()
-        return _tuned(table, arm, setting, records, grid, start, others)
-    leader = outcome_of(table, table.arm(arm.follows), setting, records)
-    if leader.best is None:
-        return Outcome(arm, {}, leader.missing, None, False)
-    depths = [each.model(setting.scale, setting.text).depth for each in (arm, leader.arm)]
-    rate = experiments.by_depth(leader.best, *depths, arm.depth_power)
-    return _tuned(table, arm, setting, records, (rate,), leader.best_embedding, ())
+    scale, text, start = setting.scale, setting.text, table.embedding_start
+    if arm.follows:
+        leader = outcome_of(table, table.arm(arm.follows), setting, records)
+        if leader.best is None:
+            return Outcome(arm, Sweep(missing=leader.missing))
+        depths = [each.model(scale, text).depth for each in (arm, leader.arm)]
+        rates, start, others = (by_depth(leader.best, *depths, arm.depth_power),), leader.embeddings.best, ()
+    else:
+        rates, others = arm.rates(scale, text, setting.rates), table.embedding_rates if setting.rates > 1 else ()
+
+    found = _sweep(list(rates), records, lambda rate: make_run(table, arm, setting, rate, embedding_rate=start))
+    embeddings = Sweep()
+    if (best := found.best) is not None and start is not None:
+        tried = list(dict.fromkeys((start, *others)))
+        embeddings = _sweep(tried, records, lambda rate: make_run(table, arm, setting, best, embedding_rate=rate))
+    known = Outcome(arm, found, embeddings)
+    if known.best is None:
+        return known
+    timing = records.get(best_run(table, known, setting, measure="pace").key)
+    return replace(known, runs=_finals(table, setting, records, known), timing=timing)
 
 
 def best_run(
@@ -252,7 +279,7 @@ def rates_at(outcome: Outcome, multiple: float) -> tuple[float, float | None]:
     best, power = outcome.best, outcome.arm.steps_power
     if best is None:
         raise ValueError(f"{outcome.arm.name} has no best rate yet: its sweep is incomplete or diverged")
-    embedding = outcome.best_embedding
+    embedding = outcome.embeddings.best
     lowered = None if embedding is None else experiments.by_steps(embedding, multiple, power)
     return experiments.by_steps(best, multiple, power), lowered
 
@@ -262,51 +289,7 @@ def step_multiples(table: PaperTable, arm: Arm, setting: Setting) -> tuple[float
     return tuple(sorted({1.0, *arm.multiples_at(setting.scale), *table.step_ladder}))
 
 
-def _tuned(
-    table: PaperTable,
-    arm: Arm,
-    setting: Setting,
-    records: Mapping[str, Record],
-    grid: tuple[float, ...],
-    start: float | None,
-    others: tuple[float, ...],
-) -> Outcome:
-    """The arm, tuned over a grid of rates.
-
-    start: the embedding's rate while the others are tuned, None for the scale's own; others: its further rates.
-    """
-    first = _sweep(list(grid), records, lambda rate: make_run(table, arm, setting, rate, embedding_rate=start))
-    embedding = _Sweep({}, (), None, False)
-    if (best := first.best) is not None and start is not None:
-        tried = list(dict.fromkeys((start, *others)))
-        embedding = _sweep(tried, records, lambda rate: make_run(table, arm, setting, best, embedding_rate=rate))
-    known = Outcome(
-        arm,
-        first.tried,
-        (*first.missing, *embedding.missing),
-        None if embedding.missing else best,
-        first.edge,
-        embedding_sweep=embedding.tried,
-        best_embedding=embedding.best,
-        embedding_edge=embedding.edge,
-    )
-    if known.best is None:
-        return known
-    timing = records.get(best_run(table, known, setting, measure="pace").key)
-    return replace(known, runs=_finals(table, setting, records, known), timing=timing)
-
-
-@dataclass(frozen=True)
-class _Sweep:
-    """Rates tried, the runs that are still missing, the best rate once there are none, and whether it is at an edge."""
-
-    tried: dict[float, Record]
-    missing: tuple[Run, ...]
-    best: float | None
-    edge: bool
-
-
-def _sweep(grid: list[float], records: Mapping[str, Record], run_at: Callable[[float], Run]) -> _Sweep:
+def _sweep(grid: list[float], records: Mapping[str, Record], run_at: Callable[[float], Run]) -> Sweep:
     """The runs of a grid, and of rates beyond it while the best one lies at its edge."""
     most = len(grid) + experiments.MOST_BEYOND
     while True:
@@ -320,7 +303,7 @@ def _sweep(grid: list[float], records: Mapping[str, Record], run_at: Callable[[f
         grid = [*grid, more]
     finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
     best = min(finite, key=lambda rate: (finite[rate], rate)) if finite and not missing else None
-    return _Sweep(tried, missing, best, best is not None and more is not None)
+    return Sweep(tried, missing, best, best is not None and more is not None)
 
 
 def _finals(

@@ -8,10 +8,11 @@ from importlib import import_module
 from typing import Any
 
 from skipless import __version__
+from skipless.console import count
 from skipless.paper.claims import Claim, Results, Verdict, made_at
 from skipless.paper.experiments import MOST_BEYOND, PaperTable, Setting
 from skipless.paper.records import Record
-from skipless.paper.runs import Outcome, Ratio, Sample, missing, outcome_of, rates_at, rival_of, steps_ratio
+from skipless.paper.runs import Outcome, Ratio, Sample, Sweep, missing, outcome_of, rates_at, rival_of, steps_ratio
 
 # Every table, in the paper's order and then those beyond it, and the file that states it.
 _FILES = {
@@ -100,7 +101,7 @@ def gather(table: PaperTable, setting: Setting, records: Mapping[str, Record]) -
     """Look everything up, and judge the claims where the scale is one they were written for."""
     known = {arm.name: outcome_of(table, arm, setting, records) for arm in table.arms}
     core = {arm.name for arm in table.chosen(setting.scale)}
-    shown = {name: outcome for name, outcome in known.items() if name in core or outcome.sweep}
+    shown = {name: outcome for name, outcome in known.items() if name in core or outcome.rates.tried}
     results = Results(shown, setting.text.unigram)
     verdicts = [(claim, claim.judge(results)) for claim in made_at(table.claims, setting.scale)]
     beyond = [run.arm for run in missing([table], setting, records, ("all",)) if run.arm in shown.keys() - core]
@@ -136,13 +137,11 @@ def markdown(summary: Summary, figure: str = "") -> str:
 def as_json(summary: Summary) -> dict[str, Any]:
     """Every number of the page."""
     table, setting = summary.table, summary.setting
-    glance = grid(table, summary.outcomes)
+    found, tuned = summary.outcomes, bool(table.embedding_rates)
+    glance = grid(table, found)
 
-    def sweeps(name: str) -> dict[str, dict[str, float | None]]:
-        return {
-            arm: {f"{rate:g}": _finite(record.train_loss) for rate, record in getattr(outcome, name).items()}
-            for arm, outcome in summary.outcomes.items()
-        }
+    def losses(sweep: Sweep) -> dict[str, float | None]:
+        return {f"{rate:g}": _finite(record.train_loss) for rate, record in sweep.tried.items()}
 
     tables = {
         quantity: [
@@ -155,7 +154,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
                 "text": row.ours,
                 **dict(zip(HEAD[3:], row.cells, strict=True)),
             }
-            for row in rows(summary.outcomes, quantity)
+            for row in rows(found, quantity)
         ]
         for quantity in table.quantities
     }
@@ -169,10 +168,10 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "seeds": setting.seeds,
         **({"glance": [list(line) for line in (glance[0], *glance[1])]} if glance else {}),
         "tables": tables,
-        "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(table, summary.outcomes)],
+        "ratios": [dict(zip(RATIO_HEAD, line, strict=True)) for line in ratio_rows(table, found)],
         "bands": [{"claim": claim.text(), "mark": v.mark, "detail": v.detail} for claim, v in summary.verdicts],
-        "sweeps": sweeps("sweep"),
-        **({"embedding_sweeps": sweeps("embedding_sweep")} if table.embedding_rates else {}),
+        "sweeps": {arm: losses(outcome.rates) for arm, outcome in found.items()},
+        **({"embedding_sweeps": {arm: losses(outcome.embeddings) for arm, outcome in found.items()}} if tuned else {}),
         "missing": summary.to_do,
     }
 
@@ -350,10 +349,10 @@ def _best_text(outcome: Outcome, multiple: float) -> str:
     if outcome.best is None:
         return "–"
     best, embedding = rates_at(outcome, multiple)
-    rate = f"{best:g}" + " (at the edge)" * outcome.edge
+    rate = f"{best:g}" + " (at the edge)" * outcome.rates.edge
     if embedding is None:
         return rate
-    return f"{rate}, embedding {embedding:g}" + " (at the edge)" * outcome.embedding_edge
+    return f"{rate}, embedding {embedding:g}" + " (at the edge)" * outcome.embeddings.edge
 
 
 def _wall_clock(ratio: Ratio | None, outcome: Outcome, baseline: Outcome) -> Ratio | None:
@@ -412,11 +411,6 @@ def _embedding_words(summary: Summary) -> str:
         f" That is at an embedding rate of {table.embedding_start:g}; at the best rate the embedding's is then tuned "
         f"by the same rule over {tried}, and seeds run at the best pair."
     )
-
-
-def count(number: int, name: str) -> str:
-    """ "1 run", "2 runs", "0 runs"."""
-    return f"{number} {name}{'s' * (number != 1)}"
 
 
 def _claims(summary: Summary) -> str:

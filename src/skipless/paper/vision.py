@@ -31,20 +31,11 @@ times the rate and MLPs one half.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from skipless.model.presets import IMAGE_REPEAT_RATE
 from skipless.paper.claims import Above, At, Claim, Match
-from skipless.paper.experiments import (
-    ON_A_CPU,
-    ON_A_GPU,
-    PAPER_WIDTH,
-    Arm,
-    Optimizer,
-    PaperTable,
-    Scale,
-    by_depth,
-    near,
-)
+from skipless.paper.experiments import PAPER_WIDTH, SCALES, Arm, Optimizer, PaperTable, Scale, near
 from skipless.paper.recipes import (
     GAIN_RATE,
     IMAGE_BATCH,
@@ -55,6 +46,7 @@ from skipless.paper.recipes import (
     MIRRORED,
 )
 from skipless.theory.schemes import ExponentialSPA
+from skipless.training.config import by_depth
 
 _OPTIMISERS: dict[Optimizer, str] = {"adam": "Adam", "muon": "Muon", "soap": "SOAP"}
 # The middle of each grid at 12 blocks: for Pre-LN what its kind likes, for mirrored networks the best on text at 36
@@ -65,51 +57,20 @@ _MIDDLE: dict[str, dict[Optimizer, float]] = {
 }
 _LABELS = {"pre-ln": "Pre-LN", "mirrored": "E-SPA mirrored", "mirrored-u-spa": "U-SPA mirrored"}
 
+
+def _scale(name: str, steps: int, width: int, batch_size: int, **training: Any) -> Scale:
+    """The scale of that name, for images of 64 patches."""
+    own = SCALES[name]
+    usual = {**own.training, "eval_tokens": 1 << 20, "label_smoothing": LABEL_SMOOTHING}
+    sizes = {"width": width, "length": 64, "batch_size": batch_size, "embedding_rate": IMAGE_EMBEDDING_RATE}
+    return replace(own, steps=steps, **sizes, training=usual | training)
+
+
 IMAGE_SCALES = {
-    scale.name: scale
-    for scale in (
-        Scale(
-            "tiny",
-            3,
-            PAPER_WIDTH // 16,
-            8,
-            64,
-            4,
-            embedding_rate=IMAGE_EMBEDDING_RATE,
-            rates=1,
-            seeds=1,
-            judged=False,
-            training={**ON_A_CPU, "ema": 0.5, "eval_tokens": 32, "label_smoothing": LABEL_SMOOTHING},
-        ),
-        Scale(
-            "cpu",
-            1000,
-            PAPER_WIDTH // 4,
-            16,
-            64,
-            64,
-            embedding_rate=IMAGE_EMBEDDING_RATE,
-            faster={"adam": 4.0, "muon": 2.0, "soap": 4.0},
-            training={
-                **ON_A_CPU,
-                "log_every": 10,
-                "ema": 0.02,
-                "eval_tokens": 1 << 20,
-                "label_smoothing": LABEL_SMOOTHING,
-            },
-        ),
-        Scale(
-            "small",
-            IMAGE_STEPS,
-            PAPER_WIDTH,  # which leaves the presets' own width, 256
-            64,
-            64,
-            IMAGE_BATCH,
-            embedding_rate=IMAGE_EMBEDDING_RATE,
-            seeds=1,
-            training={**ON_A_GPU, "log_every": 50, "eval_tokens": 1 << 20, "label_smoothing": LABEL_SMOOTHING},
-        ),
-    )
+    "tiny": _scale("tiny", 3, PAPER_WIDTH // 16, 4, eval_tokens=32),
+    "cpu": _scale("cpu", 1000, PAPER_WIDTH // 4, 64),
+    # the presets' own width, 256
+    "small": replace(_scale("small", IMAGE_STEPS, PAPER_WIDTH, IMAGE_BATCH, log_every=50), seeds=1),
 }
 
 
@@ -148,7 +109,7 @@ _WITH_READERS = replace(
 )
 _DEEP = tuple(_arm(kind, way, 24) for kind in ("pre-ln", "mirrored") for way in ("muon", "adam", "soap"))
 _CLAIMS: tuple[Claim, ...] = (
-    *(At("small", Above(f"pre-ln/{way}", "accuracy", 82.0)) for way in _OPTIMISERS),
+    *(At(Above(f"pre-ln/{way}", "accuracy", 82.0), "small") for way in _OPTIMISERS),
     *(Match(f"pre-ln/{way}", f"mirrored/{way}", 1.0, "accuracy") for way in _OPTIMISERS),
     Match("pre-ln/muon-24", "mirrored/muon-24", 1.0, "accuracy"),
     Match("mirrored/muon", "mirrored/muon-24", 0.4, "accuracy"),

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -46,18 +46,12 @@ _SAVING = 0.05, 30.0  # share of the budget, and seconds at most, in which runs 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run, the folder it trains in, and how: device, seconds at most, how many runs side by side.
-
-    tasks: the folder of tasks; other_text: a text that it is evaluated on besides its own.
-    """
+    """A run, the folder it trains in, how to work, and for how many seconds at most."""
 
     run: Run
     folder: Path
-    device: str | None = None
+    limits: Limits = field(default_factory=Limits)
     seconds: float = float("inf")
-    jobs: int = 1
-    tasks: Path | None = None
-    other_text: str | None = None
     quiet: bool = True
 
 
@@ -80,7 +74,7 @@ class Scheduler:
         self._failed: set[str] = set()  # networks whose runs failed since the last success
         # chosen once: where a GPU is lost on the way its runs fail, and do not go on by themselves on a CPU
         self._device = self.limits.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        count = self.limits.jobs
+        limits, count = replace(self.limits, device=self._device), self.limits.jobs
         workers = (
             [Worker()] if count == 1 else [WorkerProcess(max((os.cpu_count() or 1) // count, 1)) for _ in range(count)]
         )
@@ -89,7 +83,7 @@ class Scheduler:
                 for worker in workers:
                     if worker.run is None and (run := self._next(worker, workers)) is not None:
                         self.listener.started(run)
-                        worker.start(self._request(run))
+                        worker.start(RunRequest(run, self.results.run_folder(run.key), limits, self._left()))
                 busy = [worker for worker in workers if worker.run is not None]
                 if not busy:
                     return self._missing()
@@ -131,12 +125,6 @@ class Scheduler:
     def _estimate(self, run: Run) -> float:
         machine = CPU if self._device.startswith("cpu") else H200
         return run_seconds(run.experiment.model, run.experiment.train, machine)
-
-    def _request(self, run: Run) -> RunRequest:
-        beside = 1 if run.exclusive else self.limits.jobs
-        folder = self.results.run_folder(run.key)
-        limits = self.limits
-        return RunRequest(run, folder, self._device, self._left(), beside, limits.tasks, limits.other_text)
 
     def _take_in(self, worker: "Worker") -> None:
         """Write the record of the worker's run before its folder goes, or say that it failed."""
@@ -296,19 +284,19 @@ def run_one(request: RunRequest) -> Record | None:
 
     A run that diverges is recorded with an infinite loss.
     """
-    run, folder = request.run, request.folder
+    run, folder, limits = request.run, request.folder, request.limits
     if not (folder / FINISHED).is_file():
         _clear_other(run.experiment, folder)
     before, done = _spent(folder), _steps_done(folder)
-    began, outcome = time.monotonic(), _where(request.device)
+    began, outcome = time.monotonic(), _where(limits.device)
     try:
         outcome |= _trained(request)
         if not math.isnan(outcome["step_seconds"]):  # a killed call wrote no time: its steps took what these take
             before = max(before, done * outcome["step_seconds"])
         if outcome.get("diverged_at") is None:
-            outcome |= measured(run, folder, request.tasks, outcome["kind"])
-            if request.other_text is not None and not run.exclusive:
-                loss = other_loss(run, folder, request.other_text, outcome["kind"])
+            outcome |= measured(run, folder, limits.tasks, outcome["kind"])
+            if limits.other_text is not None and not run.exclusive:
+                loss = other_loss(run, folder, limits.other_text, outcome["kind"])
                 outcome["measures"] = {**outcome.get("measures", {}), "other_loss": loss}
     except OutOfTime:
         return None
@@ -320,7 +308,8 @@ def run_one(request: RunRequest) -> Record | None:
             gc.collect()
             torch.cuda.empty_cache()
     metrics = read_metrics(folder) if (folder / METRICS).is_file() else []
-    return record_of(run, metrics, {**outcome, "seconds": seconds, "jobs": request.jobs})
+    beside = 1 if run.exclusive else limits.jobs
+    return record_of(run, metrics, {**outcome, "seconds": seconds, "jobs": beside})
 
 
 def _trained(request: RunRequest) -> dict[str, Any]:
@@ -328,14 +317,14 @@ def _trained(request: RunRequest) -> dict[str, Any]:
     if (request.folder / FINISHED).is_file():  # an earlier call was killed between its end and its record
         return {"step_seconds": float("nan")}
     logger, run = logging.getLogger("skipless"), request.run
-    needed = run.weights or run.measure in ("tasks", "uses") or request.other_text is not None
+    needed = run.weights or run.measure in ("tasks", "uses") or request.limits.other_text is not None
     limits = RunLimits(seconds=request.seconds, weights=needed, validation=not run.exclusive)
     before = logger.level
     if request.quiet:
         logger.setLevel(logging.ERROR)
     try:
-        folder, device, quiet = request.folder, request.device, request.quiet
-        done = train(run.experiment, folder, resume=True, device=device, quiet=quiet, limits=limits)
+        device, quiet = request.limits.device, request.quiet
+        done = train(run.experiment, request.folder, resume=True, device=device, quiet=quiet, limits=limits)
         return {"step_seconds": done.step_seconds}
     except Diverged as error:
         return {"step_seconds": float("nan"), "diverged_at": error.step}

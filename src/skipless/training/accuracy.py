@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from skipless.data.image_loader import ImageLoader
-from skipless.ops.precision import autocast
 from skipless.training.config import Precision
+from skipless.training.evaluate import evaluating
 
 MOST_CLASSES = 20  # that a table shows
 
@@ -60,25 +60,20 @@ def evaluate_images(
     As many calls on every rank, since a sharded model must be called by all of them together; a share may be empty.
     """
     place = torch.device(device) if device else next(model.parameters()).device
-    precision = precision or ("bf16" if place.type == "cuda" else "fp32")
     wanted = len(loader.store) if most is None else min(most, len(loader.store))
     nats, right = (torch.zeros((), dtype=torch.float64, device=place) for _ in range(2))
-    images, answers, training = 0, [], model.training
-    model.eval()
-    try:
-        with torch.no_grad(), autocast(precision, place), loader.sweep() as batches:
-            for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
-                own = int((loader.shuffle.share(first) < wanted).sum())
-                pixels = batch.pixels if len(batch.pixels) else torch.zeros(1, *loader.store.shape, dtype=torch.uint8)
-                logits = model(pixels.to(place))[:own].double()
-                targets = batch.targets[:own].to(place)
-                nats += nn.functional.cross_entropy(logits, targets, reduction="sum") if own else 0.0
-                likeliest = logits.argmax(dim=1)
-                right += (likeliest == targets).sum()
-                answers.append(torch.stack([targets, likeliest], dim=1))
-                images += own
-    finally:
-        model.train(training)
+    images, answers = 0, []
+    with evaluating(model, place, precision), loader.sweep() as batches:
+        for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
+            own = int((loader.shuffle.share(first) < wanted).sum())
+            pixels = batch.pixels if len(batch.pixels) else torch.zeros(1, *loader.store.shape, dtype=torch.uint8)
+            logits = model(pixels.to(place))[:own].double()
+            targets = batch.targets[:own].to(place)
+            nats += nn.functional.cross_entropy(logits, targets, reduction="sum") if own else 0.0
+            likeliest = logits.argmax(dim=1)
+            right += (likeliest == targets).sum()
+            answers.append(torch.stack([targets, likeliest], dim=1))
+            images += own
     if not images and loader.world > 1:
         return ImageResult(0.0, 0.0, 0)
     return replace(ImageResult.of(float(nats), float(right), images), answers=torch.cat(answers).cpu().numpy())

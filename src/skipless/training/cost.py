@@ -216,21 +216,22 @@ class Step:
 
     @property
     def flops(self) -> float:
-        """6 per matrix entry and token, a third of a block's more with recompute; attention's 7·T·d, then 9·T·d."""
-        model, count, again = self.model, self.parameters, 1.0 if self.recompute else 0.0
-        matrices = (6 + 2 * again) * count.matrices * count.depth + 6 * model.vocab_size * model.width
-        return self.tokens * (
-            matrices + (7 + 2 * again) * model.depth * self.length * (model.width + model.reader_width)
-        )
+        """6 per matrix entry and token, a third of a block's more with recompute; and attention's."""
+        model, count = self.model, self.parameters
+        matrices = (8 if self.recompute else 6) * count.matrices * count.depth + 6 * model.vocab_size * model.width
+        return self.tokens * matrices + self.attention_flops
+
+    @property
+    def attention_flops(self) -> float:
+        """7·T·d per token and block, with recompute 9·T·d."""
+        per_token = (9 if self.recompute else 7) * self.length * (self.model.width + self.model.reader_width)
+        return self.tokens * self.model.depth * per_token
 
     @property
     def compute_seconds(self) -> float:
         """Products, attention, and kernels that read and write, one after the other; the optimiser not included."""
         model = self.model
-        again = 4 / 3 if self.recompute else 1.0
-        scores = (
-            (9 if self.recompute else 7) * model.depth * self.length * (model.width + model.reader_width) * self.tokens
-        )
+        again, scores = 4 / 3 if self.recompute else 1.0, self.attention_flops
         products = self.flops - scores
         width = min(model.width, _WIDEST_MEASURED)
         reached = _PRODUCTS * width / (width + _PRODUCTS_BELOW) * (1 + _PRODUCTS_BELOW / _WIDEST_MEASURED)

@@ -1,7 +1,6 @@
 """The training step as one CUDA graph: the host starts one thing a step instead of thousands of GPU kernels."""
 
 import gc
-import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,38 +12,13 @@ from torch.optim import Optimizer
 from skipless.data.image_loader import AnyBatch
 from skipless.model.transformer import Transformer
 from skipless.ops.cuda_graph import CudaRecorder, Replay
-from skipless.training.config import Experiment
-from skipless.training.distributed import World
 from skipless.training.optim.build import Composite
 
 if TYPE_CHECKING:
     from skipless.training.trainer import TrainStep
 
-logger = logging.getLogger("skipless")
-
 # Compiling takes the first; torch asks for a few before capture, in which libraries set themselves up.
 _WARM_UP = 3
-
-
-def uses_graph(experiment: Experiment, world: World) -> bool:
-    """Whether the run uses a graph, by train.cuda_graph: "auto" says why it does not, "on" refuses to run without."""
-    choice, why = experiment.train.cuda_graph, why_not(experiment, world)
-    if choice == "on" and why is not None:
-        raise ValueError(f"train.cuda_graph is 'on', but {why}; use --set train.cuda_graph=auto")
-    if choice == "auto" and why is not None:
-        logger.info("train.cuda_graph='auto' runs the step without a CUDA graph: %s", why)
-    return choice != "off" and why is None
-
-
-def why_not(experiment: Experiment, world: World) -> str | None:
-    """Why this run's step cannot be a CUDA graph, or None."""
-    if world.device.type != "cuda":
-        return f"the device is {world.device}, and CUDA graphs need an NVIDIA GPU"
-    if world.size > 1:
-        return f"the run has {world.size} processes, whose communication is not captured"
-    if experiment.model.position == "relative":
-        return "relative positions read their furthest distance from the device"
-    return None
 
 
 class GraphedStep:

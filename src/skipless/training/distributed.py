@@ -166,6 +166,11 @@ def gathered(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a DTensor that lie here, in its own memory; any other tensor as it is."""
+    return cast(Any, tensor).to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def resharded(whole: Tensor, like: Tensor) -> Tensor:
     """The part of `whole`, equal on every rank, that `like` keeps here: placed as `like` is, without communication."""
     if not hasattr(like, "full_tensor"):

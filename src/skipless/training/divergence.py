@@ -16,7 +16,7 @@ from skipless.files import write_whole
 from skipless.model.transformer import Transformer
 from skipless.theory import kernels
 from skipless.theory.certificate import Thresholds
-from skipless.training.distributed import plain
+from skipless.training.distributed import local, plain
 from skipless.training.optim.half_weights import HalfWeights
 
 
@@ -86,8 +86,7 @@ def check_state(
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor) and value.is_floating_point()
     }
-    # a sharded tensor by the part that is here
-    parts = {name: getattr(value, "to_local", lambda v=value: v)() for name, value in {**named, **states}.items()}
+    parts = {name: local(value) for name, value in {**named, **states}.items()}
     tensors = {name: part for name, part in parts.items() if part.numel()}
     largest = torch.stack([norm.float().cpu() for norm in torch._foreach_norm(list(tensors.values()), math.inf)])
     bad = [name for name, finite in zip(tensors, largest.isfinite().tolist(), strict=True) if not finite]

@@ -136,9 +136,7 @@ def _loader_windows(loader: TokenLoader, max_tokens: int | None) -> Iterator[Win
     wanted = min(-(-most // loader.length), loader.windows)
     with loader.sweep() as batches:
         for first, batch in zip(range(0, wanted, loader.batch_size), batches, strict=False):
-            windows = np.arange(first, min(first + loader.batch_size, loader.windows))
-            own = np.array_split(windows, loader.world)[loader.rank]
-            yield _some_rows(batch, int((own < wanted).sum()), loader.length)
+            yield _some_rows(batch, int((loader.shuffle.share(first) < wanted).sum()), loader.length)
     rest = len(loader.store) - whole
     if rest > 1 and most > whole:
         tokens = torch.from_numpy(loader.store.read(whole, rest).astype(np.int64))[None]
@@ -208,11 +206,20 @@ def held_out_texts(spec: str | Path, download: bool = False) -> Iterable[str]:
     """
     corpus = open_corpus(spec, download=download)
     if Path(spec).is_file() or has_magic(str(spec)):
-        return corpus
+        return _some(corpus, spec)
     if corpus.validation is not None:
-        return corpus.validation
+        return _some(corpus.validation, spec)
     share = share_held_out(corpus, corpus.valid_fraction)
-    return (text for text in corpus if held_out(text.encode(), share))
+    return _some((text for text in corpus if held_out(text.encode(), share)), spec)
+
+
+def _some(texts: Iterable[str], spec: str | Path) -> Iterator[str]:
+    """The documents of a corpus; ValueError names one that has none."""
+    count = 0
+    for count, text in enumerate(texts, 1):  # noqa: B007  (read below)
+        yield text
+    if not count:
+        raise ValueError(f"{spec} holds no text to evaluate on: name one that does")
 
 
 class _Documents:
@@ -382,10 +389,7 @@ class Scorer:
 def scoring(
     model: nn.Module, device: torch.device | str | None = None, precision: Precision | None = None
 ) -> Generator[Scorer]:
-    """While open, a Scorer of the model: in eval mode, without gradients, under autocast for "bf16" and "fp16".
-
-    device None is where the model is; another one moves it there. precision None is bf16 on a GPU and fp32 elsewhere.
-    """
+    """While open, a Scorer of the model, as `evaluating` has it. device None is where it is; another one moves it."""
     inner, config = plain(model), config_of(model)
     if config.head != "lm" or not config.causal:
         raise ValueError(
@@ -397,16 +401,23 @@ def scoring(
     if isinstance(inner, FSDPModule) and "hidden" not in vars(inner):
         register_fsdp_forward_method(inner, "hidden")  # else its sharded embedding is met as it is
     place = next(inner.parameters()).device
+    with evaluating(inner, place, precision):
+        yield Scorer(inner, place)
+
+
+@contextmanager
+def evaluating(model: nn.Module, place: torch.device, precision: Precision | None) -> Generator[None]:
+    """While open: eval mode, no gradients, and autocast. precision None is bf16 on a GPU and fp32 elsewhere."""
     precision = precision or ("bf16" if place.type == "cuda" else "fp32")
     if precision not in get_args(Precision):
         raise ValueError(f"precision is {precision!r}; use 'bf16', 'fp16' or 'fp32'")
-    training = inner.training
-    inner.eval()
+    training = model.training
+    model.eval()
     try:
         with torch.no_grad(), autocast(precision, place):
-            yield Scorer(inner, place)
+            yield
     finally:
-        inner.train(training)
+        model.train(training)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Tokenizer) -> None:

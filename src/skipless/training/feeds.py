@@ -36,10 +36,6 @@ class TextFeed:
         self.loader = TokenLoader(store, config.length, config.batch_size, *order, documents=data.packed)
         self.valid = self._held_out(experiment, store)
 
-    @property
-    def validates(self) -> bool:
-        return self.valid is not None
-
     def evaluate(self, model: nn.Module) -> EvalResult:
         assert self.valid is not None
         config, world = self.config, self.world
@@ -83,10 +79,6 @@ class ImageFeed:
         order = (config.seed, world.rank, world.size)
         self.loader = ImageLoader(store, config.batch_size, *order, augmentation=Augmentation(data.crop, data.flip))
         self.valid = self._held_out(experiment, store) if config.eval_tokens else None
-
-    @property
-    def validates(self) -> bool:
-        return self.valid is not None
 
     def evaluate(self, model: nn.Module) -> ImageResult:
         """Loss and accuracy on the held-out images: all, or as many as eval_tokens are patches of."""

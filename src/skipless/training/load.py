@@ -24,6 +24,8 @@ from skipless.training.run import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from skipless.model.transformer import Transformer
 
 CONFIG = "config.json"
@@ -78,45 +80,39 @@ def load(path: str | Path, *, tokenizer: str | Path | None = None, device: str |
 def load_image_model(path: str | Path, device: str | None = "cpu") -> LoadedImageModel:
     """A network of images, from where `load` opens one, with all that is known of it."""
     path = Path(path)
-    check_model(path)
-    if not reads_images(path):
-        raise ValueError(
-            f"{path} holds a network of text, and this is for images; skipless.load({str(path)!r}) opens it"
-        )
-    from skipless.training.distributed import find_device
-
-    place = find_device(device)
-    if (experiment := _experiment(path)) is None:
-        loaded = _saved_images(path)
-    else:
-        found = _checkpoint(path, experiment) if _is_checkpoint(path) else _run_weights(path, experiment)
-        valid = experiment.data.valid or experiment.data.folder
-        loaded = LoadedImageModel(*found, _run_classes(path, experiment), Path(valid) if valid else None)
+    _check_kind(path, images=True)
+    place, experiment = _device(device), _experiment(path)
+    loaded = _saved_images(path) if experiment is None else _run_of_images(path, experiment)
     loaded.model.to(place)
     return loaded
 
 
 def load_model(path: str | Path, tokenizer: str | Path | None = None, device: str | None = "cpu") -> LoadedModel:
-    """What `load` opens, with all that is known of it."""
+    """A network of text, from where `load` opens one, with all that is known of it."""
     path = Path(path)
-    check_model(path)
-    if reads_images(path):
-        raise ValueError(
-            f"{path} holds a network of images, and this is for text; skipless.load({str(path)!r}) opens it"
-        )
+    _check_kind(path, images=False)
     given = None if tokenizer is None else find_tokenizer(tokenizer)
-    from skipless.training.distributed import find_device  # torch, which a wrong path need not wait for
-
-    place = find_device(device)
-    if (path / EXPERIMENT).is_file():
-        loaded = _run(path, given)
-    elif _is_checkpoint(path):
-        loaded = _run(path.parents[1], given, checkpoint=path)
-    else:
-        loaded = _saved(path, given)
+    place, experiment = _device(device), _experiment(path)
+    loaded = _saved(path, given) if experiment is None else _run(path, experiment, given)
     loaded.model.to(place)
     loaded.model.tokenizer = loaded.tokenizer
     return loaded
+
+
+def _device(name: str | None) -> "torch.device":
+    from skipless.training.distributed import find_device  # torch, which a wrong path need not wait for
+
+    return find_device(name)
+
+
+def _check_kind(path: Path, images: bool) -> None:
+    """Refuse, before anything is loaded, a path that holds no model, or one of the other kind."""
+    check_model(path)
+    if reads_images(path) != images:
+        there, here = ("text", "images") if images else ("images", "text")
+        raise ValueError(
+            f"{path} holds a network of {there}, and this is for {here}; skipless.load({str(path)!r}) opens it"
+        )
 
 
 def check_model(path: Path) -> None:
@@ -142,8 +138,13 @@ def _saved_config(path: Path) -> dict[str, Any]:
 
 def _experiment(path: Path) -> Experiment | None:
     """The experiment of a run, or of a checkpoint's run; a saved model has none."""
-    folder = path.parents[1] if _is_checkpoint(path) else path
+    folder = _run_folder(path)
     return read_experiment(folder) if (folder / EXPERIMENT).is_file() else None
+
+
+def _run_folder(path: Path) -> Path:
+    """The run of a checkpoint; any other path itself."""
+    return path.parents[1] if _is_checkpoint(path) else path
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -216,17 +217,17 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (MANIFEST, MODEL_FILE, "tokenizer.json"))
 
 
-def _run(path: Path, tokenizer: Tokenizer | None, checkpoint: Path | None = None) -> LoadedModel:
-    """The weights of a finished run, or those of its newest checkpoint. Never an export, which may be older."""
-    experiment = read_experiment(path)
-    own = _run_tokenizer(path, experiment)
+def _run(path: Path, experiment: Experiment, tokenizer: Tokenizer | None) -> LoadedModel:
+    """A run of text, or a checkpoint of one."""
+    run = _run_folder(path)
+    own = _run_tokenizer(run, experiment)
     if (tokenizer := tokenizer or own) is None:
         raise ValueError(
-            f"the tokenizer of {path} is not found: its data folder is {experiment.data.folder!r} (working folder "
+            f"the tokenizer of {run} is not found: its data folder is {experiment.data.folder!r} (working folder "
             f"{Path.cwd()}); name the prepared folder or the .model file with --tokenizer, or write --tokenizer bytes"
         )
     valid = Path(experiment.data.valid or experiment.data.folder or "")
-    model, origin = _run_weights(path, experiment) if checkpoint is None else _checkpoint(checkpoint, experiment)
+    model, origin = _weights(path, experiment)
     loaded = LoadedModel(
         model,
         tokenizer,
@@ -250,17 +251,24 @@ def _run_tokenizer(path: Path, experiment: Experiment) -> Tokenizer | None:
     return ByteTokenizer() if known and experiment.model.vocab_size in (256, 257) else None
 
 
-def _run_classes(path: Path, experiment: Experiment) -> tuple[str, ...] | None:
-    """The names of an image run's classes: kept in the run, or those of its prepared images; None where both lack."""
-    kept = read_classes(path.parents[1] if _is_checkpoint(path) else path, experiment.model.classes or 0)
-    folder = Path(experiment.data.folder) if experiment.data.folder else None
-    return kept or (read_images(folder).classes if folder is not None and holds_images(folder) else None)
+def _run_of_images(path: Path, experiment: Experiment) -> LoadedImageModel:
+    """A run of images, or a checkpoint of one. The names of classes are the run's, or those of its prepared images."""
+    folder, valid = experiment.data.folder, experiment.data.valid or experiment.data.folder
+    classes = read_classes(_run_folder(path), experiment.model.classes or 0)
+    if classes is None and folder is not None and holds_images(folder):
+        classes = read_images(Path(folder)).classes
+    return LoadedImageModel(*_weights(path, experiment), classes, Path(valid) if valid else None)
 
 
-def _run_weights(path: Path, experiment: Experiment) -> "tuple[Transformer, str]":
+def _weights(path: Path, experiment: Experiment) -> "tuple[Transformer, str]":
+    """A checkpoint's; those of a finished run, or of its newest checkpoint. Never an export's, which may be older."""
     from skipless.model.transformer import Transformer
-    from skipless.training.checkpoint import load_checkpoint, model_from_weights
+    from skipless.training.checkpoint import load_checkpoint, model_from_weights, restore, verified
 
+    if _is_checkpoint(path):
+        model, step = Transformer(experiment.model), verified(path).step
+        restore(path, model, None, None)
+        return model.eval(), f"{path.parent}, step {step}"
     if (path / WEIGHTS).is_file():
         model = model_from_weights(path / WEIGHTS)
         differing = other_fields(model.config, experiment.model)
@@ -276,15 +284,6 @@ def _run_weights(path: Path, experiment: Experiment) -> "tuple[Transformer, str]
         other = f", or name its export, {path / EXPORT}" if (path / EXPORT / CONFIG).is_file() else ""
         raise ValueError(f"{path} holds no weights, neither {WEIGHTS} nor a checkpoint: train it first{other}")
     return model.eval(), f"{path / CHECKPOINTS}, step {found[0]}"
-
-
-def _checkpoint(path: Path, experiment: Experiment) -> "tuple[Transformer, str]":
-    from skipless.model.transformer import Transformer
-    from skipless.training.checkpoint import restore, verified
-
-    model, step = Transformer(experiment.model), verified(path).step
-    restore(path, model, None, None)
-    return model.eval(), f"{path.parent}, step {step}"
 
 
 def _saved(path: Path, tokenizer: Tokenizer | None) -> LoadedModel:

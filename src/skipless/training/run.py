@@ -22,9 +22,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -402,22 +401,6 @@ def read_result(path: str | Path) -> dict[str, Any]:
     return read_json(file, checked)
 
 
-@dataclass(frozen=True)
-class Line:
-    """One logged interval, after `step` updates."""
-
-    step: int
-    loss: float
-    ema: float
-    rate: float
-    gradient: float
-    tokens_per_second: float
-
-    def as_record(self) -> dict[str, float | int]:
-        """The line of metrics.jsonl. Time is left out, so that equal runs have equal logs."""
-        return {"step": self.step, "loss": self.loss, "ema": self.ema, "rate": self.rate, "gradient": self.gradient}
-
-
 class Display:
     """Shows lines of a run of `steps` steps. flops_per_token is 6 per parameter plus attention's, for MFU.
 
@@ -439,14 +422,13 @@ class Display:
         self._progress = Progress(every=5.0, quiet=quiet)
         self._progress.start(name, steps)
 
-    def show(self, line: Line) -> None:
-        """The newest line: always on the bar, every few seconds as text."""
-        seen = line.tokens_per_second
-        speed = f"{seen / self.patches:,.0f} images/s" if self.patches else f"{seen:,.0f} tok/s"
+    def show(self, line: Mapping[str, Any], pace: float) -> None:
+        """The newest line of the log, at so many tokens a second: always on the bar, every few seconds as text."""
+        speed = f"{pace / self.patches:,.0f} images/s" if self.patches else f"{pace:,.0f} tok/s"
         if self.peak:
-            speed += f"  MFU {100 * line.tokens_per_second * self.flops_per_token / self.peak:.0f}%"
-        text = f"loss {line.loss:.3f}  ema {line.ema:.3f}  grad {line.gradient:.2g}  {speed}"
-        self._progress.show(text, done=line.step)
+            speed += f"  MFU {100 * pace * self.flops_per_token / self.peak:.0f}%"
+        text = f"loss {line['loss']:.3f}  ema {line['ema']:.3f}  grad {line['gradient']:.2g}  {speed}"
+        self._progress.show(text, done=line["step"])
 
     def say(self, text: str) -> None:
         """A line of its own: an evaluation, a warning, a checkpoint."""

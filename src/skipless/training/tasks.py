@@ -312,25 +312,12 @@ def run_lm_eval(
     *,
     limit: int | None = None,
     length: int | None = None,
-) -> dict[str, TaskResult]:
-    """The tasks' results by lm-eval's own code, on the device and in the precision of the model's weights.
-
-    folder holds the local files; None goes to the hub. length is as in score_tasks.
-    """
-    scores = raw_results(model, tokenizer, names, folder, limit=limit, length=length)
-    return {name: lm_eval_result(name, scores) for name in names}
-
-
-def raw_results(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    names: Sequence[str],
-    folder: str | Path | None,
-    *,
-    limit: int | None = None,
-    length: int | None = None,
 ) -> dict[str, Any]:
-    """What lm_eval.simple_evaluate returns; tasks are called skipless_boolq and so on."""
+    """What lm_eval.simple_evaluate returns, on the device and in the precision of the model's weights.
+
+    Tasks are called skipless_boolq and so on; lm_eval_result reads one. folder holds the local files; None goes to the
+    hub. length is as in score_tasks.
+    """
     lm_eval = _lm_eval()
     from skipless.hf.modeling import SkiplessForCausalLM
 
@@ -393,7 +380,7 @@ def _describe(name: str, folder: str | Path | None, scratch: Path, stock: Path) 
 
 
 def lm_eval_result(name: str, results: dict[str, Any]) -> TaskResult:
-    """One task's part of what raw_results returns."""
+    """One task's part of what run_lm_eval returns."""
     scores = results["results"][f"skipless_{name}"]
     count = results["n-samples"][f"skipless_{name}"]["effective"]
 

@@ -25,7 +25,7 @@ from skipless.ops.precision import HALF, autocast, loss_scale
 from skipless.training.accuracy import ImageResult
 from skipless.training.checkpoint import checkpoints_until, discard_from, load_checkpoint, save_checkpoint, save_weights
 from skipless.training.config import Experiment, TrainConfig
-from skipless.training.cuda_graph import GraphedStep, uses_graph, why_not
+from skipless.training.cuda_graph import GraphedStep
 from skipless.training.distributed import World, distribute, join_world, plain
 from skipless.training.divergence import Diverged, GradientWatch, check_finite, check_state, diagonal_warning, measure
 from skipless.training.evaluate import EvalResult
@@ -33,7 +33,7 @@ from skipless.training.feeds import open_feed
 from skipless.training.optim.adam import FusedAdam, clip_factor, clip_gradients, supports_half_weights
 from skipless.training.optim.build import Composite, build_optimizer, freeze, set_rates, warmup_cosine
 from skipless.training.optim.half_weights import HalfWeights
-from skipless.training.run import WEIGHTS, Board, Display, Line, RunFolder, flops_per_token, least_bytes
+from skipless.training.run import WEIGHTS, Board, Display, RunFolder, flops_per_token, least_bytes
 
 _KINDS = 128  # of blocks that one process keeps compiled; torch's own limit of 8 sends later networks back to eager
 _SMALLEST_FACTOR = 2.0**-6  # of the rate, where a run that diverges goes on with half of it
@@ -309,7 +309,7 @@ class Trainer:
     def validates(self, step: int) -> bool:
         """Whether the network is judged after so many updates: at the end, and every train.eval_every before it."""
         every, last = self.config.eval_every, step == self.config.steps
-        return self.feed.validates and (last or (bool(every) and step % every == 0))
+        return self.feed.valid is not None and (last or (bool(every) and step % every == 0))
 
     def saves(self, step: int) -> bool:
         every = self.config.checkpoint_every
@@ -334,10 +334,10 @@ class Trainer:
         peak = self.experiment.optimizer.peak_rate
         rate = peak * state.rate_factor * warmup_cosine(state.step, config.steps, config.warmup)
         self.step_seconds.append(seconds / len(pending))
-        tokens_per_second = len(pending) * config.batch_size * config.length / max(seconds, 1e-9)
-        line = Line(state.step, losses[-1], state.ema or 0.0, rate, norms[-1], tokens_per_second)
-        self.display.show(line)
-        self.record(line.as_record())
+        # time is left out, so that equal runs have equal logs
+        line = {"step": state.step, "loss": losses[-1], "ema": state.ema, "rate": rate, "gradient": norms[-1]}
+        self.display.show(line, len(pending) * config.batch_size * config.length / max(seconds, 1e-9))
+        self.record(line)
 
     def record(self, values: dict) -> None:
         """One line of metrics.jsonl, and of TensorBoard where it is on."""
@@ -347,11 +347,7 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Log the result on held-out data."""
-        state, model = self.state, self.model.eval()
-        try:
-            result = self.feed.evaluate(model)
-        finally:
-            model.train()
+        state, result = self.state, self.feed.evaluate(self.model)
         state.valid = result.numbers()
         self.record({"step": state.step, **{f"valid_{name}": value for name, value in state.valid.items()}})
         self.display.say(f"step {state.step}: {result.words()}")
@@ -424,7 +420,28 @@ def build(experiment: Experiment, world: World) -> tuple[nn.Module, torch.optim.
         model.compile_blocks()
     wrapped = distribute(model, world, config.strategy, HALF.get(config.precision))
     # with or without a graph: rates of one kind, so that both compute the same
-    return wrapped, build_optimizer(wrapped, experiment.optimizer, capturable=why_not(experiment, world) is None)
+    return wrapped, build_optimizer(wrapped, experiment.optimizer, capturable=why_no_graph(experiment, world) is None)
+
+
+def uses_graph(experiment: Experiment, world: World) -> bool:
+    """Whether the run uses a graph, by train.cuda_graph: "auto" says why it does not, "on" refuses to run without."""
+    choice, why = experiment.train.cuda_graph, why_no_graph(experiment, world)
+    if choice == "on" and why is not None:
+        raise ValueError(f"train.cuda_graph is 'on', but {why}; use --set train.cuda_graph=auto")
+    if choice == "auto" and why is not None:
+        logger.info("train.cuda_graph='auto' runs the step without a CUDA graph: %s", why)
+    return choice != "off" and why is None
+
+
+def why_no_graph(experiment: Experiment, world: World) -> str | None:
+    """Why this run's step cannot be a CUDA graph, or None."""
+    if world.device.type != "cuda":
+        return f"the device is {world.device}, and CUDA graphs need an NVIDIA GPU"
+    if world.size > 1:
+        return f"the run has {world.size} processes, whose communication is not captured"
+    if experiment.model.position == "relative":
+        return "relative positions read their furthest distance from the device"
+    return None
 
 
 def _recompute(block: nn.Module, *arguments) -> Tensor:

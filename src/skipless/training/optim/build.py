@@ -225,21 +225,15 @@ def warmup_cosine(step: int, total: int, warmup: int = 4000) -> float:
 
 
 @torch.no_grad()
-def set_rates(optimizer: Optimizer, factor: float | Tensor) -> None:
+def set_rates(optimizer: Optimizer, factor: float) -> None:
     """Every group's rate to `factor` times its highest one.
 
     Rates that are tensors (capturable=True) are filled in place: a captured or compiled step sees the new value, and
-    nothing waits for the device. Only they take a factor that is a tensor itself.
+    nothing waits for the device.
     """
     for group in optimizer.param_groups:
-        rate = group["lr"]
-        if isinstance(rate, Tensor):
-            rate.copy_(factor * group["rate"]) if isinstance(factor, Tensor) else rate.fill_(factor * group["rate"])
-        elif isinstance(factor, Tensor):
-            raise ValueError(
-                f"the factor is a tensor, and the rate of group {group['name']!r} a number: reading it would wait for "
-                "the device; use build_optimizer(…, capturable=True), or pass a number"
-            )
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(factor * group["rate"])
         else:
             group["lr"] = factor * group["rate"]
 

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from skipless.ops.gpu import INSTALLED
-from skipless.training.distributed import gathered, resharded
+from skipless.training.distributed import gathered, local, resharded
 from skipless.training.optim.half_weights import HalfWeights
-from skipless.training.optim.owners import Matrices, Ranks, Stack, local, rounds
+from skipless.training.optim.owners import Matrices, Ranks, Stack, computed
 
 # Jordan's quintic: the steepest at 0 whose iterates stay near 1
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -31,7 +31,6 @@ _RESTART = 3  # of such steps, and G is formed anew
 # The iteration below takes singular values between 0 and √3 of their scale to it, and is quick near it.
 _LEAST, _MOST, _NEAR = 0.5, 1.5, 0.5
 Member = tuple[dict[str, Any], Tensor]  # a parameter, after its group
-Runs = list[tuple[dict[str, Any], list[Tensor]]]
 
 
 def newton_schulz(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -195,71 +194,38 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for ranks, members in _by_ranks(self._members(), self.replicas):
-            if ranks is None:
-                for runs in self._batches(members):
-                    self._update(runs)
-            else:
-                self._update_by_owners(ranks, members)
+        members = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for ranks, those in _by_ranks(members, self.replicas):
+            self._update(ranks, those)
         return loss
 
-    def _members(self) -> list[Member]:
-        return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-    def _batches(self, members: list[Member]) -> Iterator[Runs]:
-        """Matrices of one shape, at most _BATCH_ENTRIES numbers at a time, in runs that share a group."""
-        batches: dict[Any, dict[int, tuple[dict[str, Any], list[Tensor]]]] = {}
-        counts: dict[Any, int] = {}
-        for group, p in members:
-            key = (p.shape, p.device, p.dtype, group["newton_schulz_steps"])
-            counts[key] = counts.get(key, 0) + 1
-            batch = batches.setdefault((key, counts[key] * p.numel() // _BATCH_ENTRIES), {})
-            batch.setdefault(id(group), (group, []))[1].append(p)
-        for batch in batches.values():
-            yield list(batch.values())
-
-    def _update(self, runs: Runs) -> None:
-        directions = [gathered(d) for group, parameters in runs for d in self._direction(group, parameters)]
-        first = directions[0]
-        stacked = torch.empty((len(directions), *first.shape), dtype=self._precision(first), device=first.device)
-        torch._foreach_copy_(list(stacked.unbind()), directions)  # stacks and casts in one pass
-        updates = WAYS[self.newton_schulz](stacked, runs[0][0]["newton_schulz_steps"])
-        start = 0
-        for group, parameters in runs:
-            _apply(group, parameters, updates[start : start + len(parameters)], parameters[0].shape)
-            start += len(parameters)
-
-    def _direction(self, group: dict[str, Any], parameters: list[Tensor]) -> list[Tensor]:
-        gradients, momenta = [cast(Tensor, p.grad) for p in parameters], self._momenta(parameters)
-        torch._foreach_lerp_(momenta, gradients, 1.0 - group["momentum"])
-        return _directions(group, gradients, momenta)
-
-    def _update_by_owners(self, ranks: Ranks, members: list[Member]) -> None:
-        """`_update` of matrices of one device and precision, each by its owner."""
+    def _update(self, ranks: Ranks | None, members: list[Member]) -> None:
+        """Matrices of one device and precision, each by its owner."""
         groups, parameters = [group for group, _ in members], [p for _, p in members]
-        kept, gradients = [local(p) for p in parameters], [local(cast(Tensor, p.grad)) for p in parameters]
-        momenta = [local(momentum) for momentum in self._momenta(parameters)]
+        kept, gradients, momenta = (
+            tensors if ranks is None else [local(tensor) for tensor in tensors]
+            for tensors in (parameters, [cast(Tensor, p.grad) for p in parameters], self._momenta(parameters))
+        )
         for group, numbers in _runs(groups, range(len(groups))):
             torch._foreach_lerp_(_at(momenta, numbers), _at(gradients, numbers), 1.0 - group["momentum"])
 
         def directions(stack: Stack) -> list[Tensor]:
             found = [_directions(g, _at(gradients, run), _at(momenta, run)) for g, run in _runs(groups, stack)]
-            return [direction for several in found for direction in several]
+            return [gathered(direction) for several in found for direction in several]
 
         def work(stack: Stack, whole: Tensor) -> Tensor:
             return WAYS[self.newton_schulz](whole, groups[stack[0]]["newton_schulz_steps"])
 
         shapes = [(p.shape[0], p.shape[1]) for p in parameters]
         kinds = [(*shape, g["newton_schulz_steps"]) for shape, g in zip(shapes, groups, strict=True)]
-        costs, sizes = [multiplications(*kind, self.newton_schulz) for kind in kinds], [p.numel() for p in parameters]
+        costs = [multiplications(*kind, self.newton_schulz) for kind in kinds]
         matrices = Matrices(shapes, directions, self._precision(gradients[0]), gradients[0].device)
-        for owned in rounds(kinds, sizes, costs, ranks.group.size(), _BATCH_ENTRIES):
-            for stack, updates in ranks.results(owned, matrices, work):
-                start = 0
-                for group, numbers in _runs(groups, stack):
-                    stop = start + len(numbers)
-                    _apply(group, _at(kept, numbers), updates[start:stop], shapes[stack[0]])
-                    start = stop
+        for stack, updates in computed(ranks, matrices, kinds, costs, _BATCH_ENTRIES, work):
+            start = 0
+            for group, numbers in _runs(groups, stack):
+                stop = start + len(numbers)
+                _apply(group, _at(kept, numbers), updates[start:stop], shapes[stack[0]])
+                start = stop
 
     def _precision(self, direction: Tensor) -> torch.dtype:
         return self.dtype or (torch.bfloat16 if direction.is_cuda else direction.dtype)
@@ -272,12 +238,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def _by_ranks(members: Iterable[Member], replicas: ProcessGroup | None) -> list[tuple[Ranks | None, list[Member]]]:
-    """Parameters that the same ranks divide, of one device and precision; None: those that each computes for itself."""
+    """Parameters of one device and precision that the same ranks divide; None: those that each computes for itself."""
     alike: dict[Any, tuple[Ranks | None, list[Member]]] = {}
     for group, p in members:
         ranks = Ranks.of(p, replicas)
-        key = None if ranks is None else (ranks, p.device, p.dtype)
-        alike.setdefault(key, (ranks, []))[1].append((group, p))
+        alike.setdefault((ranks, p.device, p.dtype), (ranks, []))[1].append((group, p))
     return list(alike.values())
 
 
@@ -321,11 +286,7 @@ def keep_orthogonal(optimizer: Optimizer, roles: Sequence[str], replicas: Proces
     @torch.no_grad()
     def correct(stepped: Optimizer, *_: object) -> None:
         for ranks, members in _by_ranks((({}, matrix) for matrix in matrices), replicas):
-            those = [matrix for _, matrix in members]
-            if ranks is None:
-                _correct(those, scales)
-            else:
-                _correct_by_owners(ranks, those, scales)
+            _correct(ranks, [matrix for _, matrix in members], scales)
         half: HalfWeights | None = getattr(stepped, "half_weights", None)
         if half is not None:
             half.write(matrices)
@@ -333,29 +294,19 @@ def keep_orthogonal(optimizer: Optimizer, roles: Sequence[str], replicas: Proces
     optimizer.register_step_post_hook(correct)
 
 
-def _correct(matrices: list[Tensor], scales: dict[Tensor, Tensor]) -> None:
-    alike: dict[tuple, list[Tensor]] = {}
-    for matrix in matrices:
-        alike.setdefault((matrix.shape, matrix.device, matrix.dtype), []).append(matrix)
-    for those in alike.values():
-        wholes, scale = [gathered(matrix) for matrix in those], [scales[matrix] for matrix in those]
-        changes = towards_orthogonal(torch.stack(wholes), torch.stack(scale))
-        torch._foreach_add_(those, [resharded(c, p) for c, p in zip(changes.unbind(), those, strict=True)])
-
-
-def _correct_by_owners(ranks: Ranks, matrices: list[Tensor], scales: dict[Tensor, Tensor]) -> None:
-    """`_correct` of matrices of one device and precision, each by its owner."""
-    kept = [local(matrix) for matrix in matrices]
+def _correct(ranks: Ranks | None, matrices: list[Tensor], scales: dict[Tensor, Tensor]) -> None:
+    """Matrices of one device and precision, each by its owner."""
+    kept = matrices if ranks is None else [local(matrix) for matrix in matrices]
 
     def work(stack: Stack, whole: Tensor) -> Tensor:
         return towards_orthogonal(whole, torch.stack([scales[matrices[number]] for number in stack]))
 
     shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in matrices]
     costs = [float(min(shape) * math.prod(shape)) for shape in shapes]
-    seen = Matrices(shapes, lambda stack: _at(kept, stack), kept[0].dtype, kept[0].device)
-    for owned in rounds(shapes, [*map(math.prod, shapes)], costs, ranks.group.size(), _BATCH_ENTRIES):
-        for stack, changes in ranks.results(owned, seen, work):
-            torch._foreach_add_(_at(kept, stack), list(changes.unbind()))
+    seen = Matrices(shapes, lambda stack: [gathered(each) for each in _at(kept, stack)], kept[0].dtype, kept[0].device)
+    for stack, changes in computed(ranks, seen, shapes, costs, _BATCH_ENTRIES, work):
+        those = _at(kept, stack)
+        torch._foreach_add_(those, [resharded(c, p) for c, p in zip(changes.unbind(), those, strict=True)])
 
 
 def _checked_scale(matrix: Tensor) -> Tensor:

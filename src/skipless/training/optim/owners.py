@@ -11,6 +11,7 @@ another order for a stack of another size; and replicas cannot drift apart, sinc
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,16 +48,21 @@ def rounds(
     return [[_stacks(numbers, kinds) for numbers in owned] for owned in found]
 
 
+def batches(kinds: Sequence[Hashable], sizes: Sequence[int], most: int) -> list[Stack]:
+    """Stacks for one process that computes all: matrices of one kind, at most about `most` numbers at a time."""
+    found: dict[Hashable, Stack] = {}
+    counts: Counter[Hashable] = Counter()
+    for number, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
+        counts[kind] += 1
+        found.setdefault((kind, counts[kind] * size // most), []).append(number)
+    return list(found.values())
+
+
 def _stacks(numbers: list[int], kinds: Sequence[Hashable]) -> list[Stack]:
     alike: dict[Hashable, Stack] = {}
     for number in sorted(numbers):
         alike.setdefault(kinds[number], []).append(number)
     return list(alike.values())
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The rows of a sharded tensor that lie here, in its own memory; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -153,3 +159,21 @@ class Ranks:
         sizes = self._sizes(stacks, matrices, rank)
         parts = flat.split([math.prod(size) for size in sizes])
         return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def computed(
+    ranks: Ranks | None, matrices: Matrices, kinds: Sequence[Hashable], costs: Sequence[float], most: int, work: Work
+) -> Iterator[tuple[Stack, Tensor]]:
+    """(stack, what this rank keeps of its results) for all matrices, of which a rank has `most` numbers at a time.
+
+    Owners compute them in rounds; without ranks this process computes all.
+    """
+    sizes = [math.prod(shape) for shape in matrices.shapes]
+    if ranks is not None:
+        for owned in rounds(kinds, sizes, costs, ranks.group.size(), most):
+            yield from ranks.results(owned, matrices, work)
+        return
+    for stack in batches(kinds, sizes, most):
+        whole = matrices.room(len(stack), *matrices.shapes[stack[0]])
+        matrices.write(stack, whole)
+        yield stack, work(stack, whole)
