@@ -9,7 +9,7 @@ import typer
 
 from skipless.files import check_folder
 from skipless.model.presets import names
-from skipless.paper.recipes import by_law, check_data, plan, with_data
+from skipless.paper.recipes import by_images, by_law, check_data, plan, with_data
 from skipless.training.config import Experiment, split_assignments
 from skipless.training.run import EXPERIMENT
 
@@ -43,7 +43,7 @@ def command(
     sizes = {"model.depth": depth, "model.width": width}
     values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])
     experiment, given = plan(recipe, data)
-    followed = {} if given else by_law(experiment, values)
+    followed = {} if given else by_law(experiment, values) | by_images(experiment, values)
     by_kind = not str(values.get("model.scheme", "{")).startswith("{")  # its other fields are nobody's choice
     experiment = experiment.with_fields(followed | values)
     given = given.union(values) - ({"model.scheme"} if by_kind else set())

@@ -116,7 +116,7 @@ def train(
     chosen, given = plan(experiment, data)
     values = {_path_of(chosen, name): value for name, value in settings.items()}
     if not given:
-        values = by_law(chosen, values) | values
+        values = by_law(chosen, values) | by_images(chosen, values) | values
     chosen = with_data(chosen.with_fields(values), given={*given, *values})
     folder = chosen.folder if out is None else out
     return trainer.train(chosen, folder, resume=resume, device=device, tensorboard=tensorboard, quiet=quiet)
@@ -155,6 +155,14 @@ def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
     if found:
         logger.info("by the law for this size: %s", ", ".join(f"{name}={value:g}" for name, value in found.items()))
     return found
+
+
+def by_images(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The side of the prepared images, which a patch among `values` has to divide; nothing where it is given."""
+    folder = recipe.data.folder
+    if recipe.model.images is None or folder is None or "model.images.side" in values or not holds_images(folder):
+        return {}
+    return {"model.images.side": read_images(folder).side}
 
 
 def _named(name: str | Path) -> Experiment:
