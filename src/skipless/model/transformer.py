@@ -54,7 +54,9 @@ class Transformer(nn.Module):
             readers=config.readers,
             impl=impl,
         )
-        self.blocks = nn.ModuleList(_block(config, shape, options) for shape in attention_shapes(config))
+        with torch.device("cpu"):  # a scheme of one's own may compute in torch, also where a model is built elsewhere
+            shapes = attention_shapes(config)
+        self.blocks = nn.ModuleList(_block(config, shape, options) for shape in shapes)
         self.norm = nn.RMSNorm(config.width, eps=1e-6) if config.norm == "pre" else nn.Identity()
         self.head = _head(config)
         self.embedding_scale = math.sqrt(config.width) if config.scales_embedding else 1.0
