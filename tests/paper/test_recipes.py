@@ -12,7 +12,7 @@ from skipless.data.store import read_manifest
 from skipless.data.tokenizer import Bytes
 from skipless.model.config import ModelConfig
 from skipless.paper.experiments import SCALES
-from skipless.paper.recipes import _path_of, by_law, plan, recipe, train, with_data
+from skipless.paper.recipes import _path_of, by_law, decided, plan, recipe, train, with_data
 from skipless.paper.records import Text
 from skipless.paper.tables import TABLES
 from skipless.training.config import DataConfig, OptimizerConfig, TrainConfig
@@ -97,6 +97,14 @@ def test_one_call_trains_and_another_loads(folder, tmp_path, monkeypatch):
     assert torch.equal(model.generate(tokens, 12), skipless.generate(model, tokens, 12))
     with pytest.raises(ValueError, match="is finished"):
         skipless.train("wikitext103/e-spa", out="runs/e-spa", **settings, **SMALL, **CPU)
+
+
+def test_a_scheme_by_its_name_takes_the_repeat_rate_of_the_tokens(folder, tmp_path):
+    skipless.train("mirrored/e-spa", data=folder, out=tmp_path / "run", scheme="u-spa", steps=2, **SMALL, **CPU)
+    rate = read_manifest(folder).splits["train"].repeat_rate
+    assert read_experiment(tmp_path / "run").model.scheme == skipless.UniformSPA(repeat_rate=round(rate or 0.0, 3))
+    values = {"model.scheme": skipless.UniformSPA(), "model.depth": 2}  # whole, it is given with all its fields
+    assert decided(values) == set(values)
 
 
 def test_validation_text_is_prepared_beforehand(tmp_path):

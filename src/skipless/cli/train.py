@@ -9,7 +9,7 @@ import typer
 
 from skipless.files import check_folder
 from skipless.model.presets import names
-from skipless.paper.recipes import by_images, by_law, check_data, plan, with_data
+from skipless.paper.recipes import by_images, by_law, check_data, decided, plan, with_data
 from skipless.training.config import Experiment, split_assignments
 from skipless.training.run import EXPERIMENT
 
@@ -44,11 +44,9 @@ def command(
     values = {name: size for name, size in sizes.items() if size is not None} | split_assignments(set_ or [])
     experiment, given = plan(recipe, data)
     followed = {} if given else by_law(experiment, values) | by_images(experiment, values)
-    by_kind = not str(values.get("model.scheme", "{")).startswith("{")  # its other fields are nobody's choice
     experiment = experiment.with_fields(followed | values)
-    given = given.union(values) - ({"model.scheme"} if by_kind else set())
     if not show or experiment.data.folder is not None:
-        experiment = with_data(experiment, given=given)
+        experiment = with_data(experiment, given=given | decided(values))
     if show:
         print(experiment.to_json())
         return

@@ -117,7 +117,7 @@ def train(
     values = {_path_of(chosen, name): value for name, value in settings.items()}
     if not given:
         values = by_law(chosen, values) | by_images(chosen, values) | values
-    chosen = with_data(chosen.with_fields(values), given={*given, *values})
+    chosen = with_data(chosen.with_fields(values), given=given | decided(values))
     folder = chosen.folder if out is None else out
     return trainer.train(chosen, folder, resume=resume, device=device, tensorboard=tensorboard, quiet=quiet)
 
@@ -163,6 +163,13 @@ def by_images(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
     if recipe.model.images is None or folder is None or "model.images.side" in values or not holds_images(folder):
         return {}
     return {"model.images.side": read_images(folder).side}
+
+
+def decided(values: Mapping[str, Any]) -> set[str]:
+    """The fields that `values` decide. Of a scheme that is given by its name alone nobody has chosen the fields."""
+    scheme = values.get("model.scheme")
+    by_name = isinstance(scheme, str) and not scheme.startswith("{")
+    return set(values) - ({"model.scheme"} if by_name else set())
 
 
 def _named(name: str | Path) -> Experiment:
