@@ -332,7 +332,7 @@ def test_what_shapes_gives_is_checked(shapes, words):
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        ([kernels.uniform(0.5, 8), kernels.uniform(0.2, 8)], "in block 2 needs .* or keep the kernel of block 1"),
+        ([kernels.uniform(0.5, 8), kernels.uniform(0.2, 8)], "in block 2 needs .* or end with the kernel of block 1"),
         ([np.eye(8) - 0.1 * np.eye(8, k=1) - 0.1 * np.eye(8, k=-1)], "in block 1 .* whose factor L has no entry below"),
         ([np.tril(kernels.exponential(0.5, 8))], "0 from location 0 to 1 and 0.6065 back; .* fill both its halves"),
         ([2 * kernels.exponential(0.5, 8)], r"kernel of block 1 has 2 on its diagonal; .*kernels\.cosine\(kernel\)"),

@@ -512,7 +512,7 @@ def carrying(
         target = check_kernel(target, f"the kernel of block {block}", len(before) if shapes else None)
         if block == 1:
             before, average = np.eye(len(target)), kernels.uniform(repeat_rate, len(target))
-        stay = f"a smaller or a larger step, or keep the kernel of block {block - 1}"
+        stay = f"a smaller or a larger step, or end with the kernel of block {block - 1}"
         remedy = instead or (stay if shapes else "a kernel whose factor L has no entry below 0")
         name = f"the step between kernels in block {block}"
         matrix = non_negative(_factor_ratio(target, before, causal), name, remedy)
