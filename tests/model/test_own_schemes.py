@@ -348,6 +348,37 @@ def test_carrying_refuses_what_is_no_kernel_and_what_no_softmax_can_do(targets, 
         skipless.theory.carrying(targets, causal=causal)
 
 
+def mixed(share: float, gamma: float, other: float, d: np.ndarray) -> np.ndarray:
+    return share * np.exp(-gamma * d) + (1.0 - share) * np.exp(-other * d)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "possible"),
+    [
+        (lambda rate, d: mixed(0.5, rate, rate / 4, d), True),
+        (lambda rate, d: mixed(0.5, rate, rate / 20, d), False),
+        (lambda rate, d: mixed(0.5, 2.0, rate, d), False),
+        (lambda rate, d: mixed(rate / 6, 2.0, 0.05, d), False),
+        (lambda rate, d: (1.0 + d) ** -rate, True),
+        (lambda rate, d: (1.0 + rate * d) * np.exp(-rate * d), False),
+    ],
+    ids=["mixture", "decays far apart", "one decay stays", "share falls", "power", "matern"],
+)
+def test_small_steps_through_other_families(kernel, possible):
+    """36 blocks of what docs/derivations.md says can be carried and cannot; from I all can, in one step."""
+    d = np.abs(np.subtract.outer(np.arange(64), np.arange(64))).astype(float)
+    rates = np.geomspace(5.7, 0.005 if possible else 0.05, 36)
+    skipless.theory.carrying([kernel(rates[-1], d)])
+    if possible:
+        total = np.linalg.multi_dot(
+            [shape.dense(64) for shape in skipless.theory.carrying(kernel(r, d) for r in rates)][::-1]
+        )
+        np.testing.assert_allclose(total @ total.T, kernel(rates[-1], d), atol=1e-10)
+    else:
+        with pytest.raises(ValueError, match="a softmax gives none below 0"):
+            skipless.theory.carrying(kernel(rate, d) for rate in rates)
+
+
 def test_a_scheme_may_compute_in_torch(tmp_path):
     """Also where a model is built without memory, as transformers loads an export."""
 
