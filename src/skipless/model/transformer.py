@@ -287,6 +287,10 @@ def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, config: M
             )
         if not torch.compiler.is_compiling() and not tokens.numel():
             raise ValueError(f"tokens are shaped {tuple(tokens.shape)}; give at least one row of one token")
+    if not isinstance(inputs_embeds, Tensor | None):
+        raise ValueError(
+            f"inputs_embeds are a {type(inputs_embeds).__name__}; they must be a tensor (batch, T, {width})"
+        )
     if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
         raise ValueError(f"inputs_embeds are shaped {tuple(inputs_embeds.shape)}; they must be (batch, T, {width})")
     if inputs_embeds is not None and config.images is not None and inputs_embeds.shape[1] != config.length:
