@@ -1,7 +1,8 @@
 """The site, by Sphinx: ./dev docs. Sources are the repository's own pages, so that every link between them holds.
 
 Pages are Markdown as they lie in the repository. The reference is made here, from docstrings, which are plain text
-and not reStructuredText. A link inside the site that leads nowhere is a warning, and warnings are errors.
+and not reStructuredText. Formulas are plain text as well, Σ_{l−1} or e^(−γ); the site lowers what _ lowers and raises
+what ^ raises. A link inside the site that leads nowhere is a warning, and warnings are errors.
 """
 
 import importlib
@@ -12,6 +13,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
@@ -28,6 +31,7 @@ html_theme = "furo"
 html_title = "skipless"
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
+html_show_copyright = False
 smartquotes = False  # γ' is γ prime
 html_show_sourcelink = False
 html_copy_source = False
@@ -39,6 +43,13 @@ suppress_warnings = ["toc.not_included"]  # results/ has a page for every table;
 
 ROOMS = ["theory", "ops", "nn", "model", "hf", "data", "inspection", "training", "figures", "paper"]
 FUNCTION = re.compile(r"`((?:theory|ops|nn|model)\.[\w.]+)`")
+
+_GROUP = r"\((?:[^()]|\([^()]*\))*\)|\{[^{}]*\}"  # brackets that hold an index or an exponent are not shown
+_INDEX = rf"_(?:{_GROUP}|(?:up|down|out|res|rows|columns|[A-Za-z0-9Α-ω]{{1,2}})(?![A-Za-z0-9Α-ω_]))"
+_EXPONENT = rf"\^(?:{_GROUP}|[−-]?[A-Za-z0-9Α-ω½]+)"
+_SYMBOL = r"(?<![A-Za-z0-9Α-ω_.])[A-Za-zΑ-ω][\u0300-\u036f]?"  # one letter, or names of code would be formulas
+SCRIPTS = re.compile(rf"({_SYMBOL}|(?<=[)\d'])(?=\^))((?:{_INDEX}|{_EXPONENT})+)")
+SCRIPT = re.compile(f"{_INDEX}|{_EXPONENT}")
 
 
 def public_names() -> dict[str, dict[str, set[str] | None]]:
@@ -94,6 +105,34 @@ def is_skipped(app: Sphinx, what: str, name: str, obj: object, skip: bool, optio
     return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def formula(text: str) -> list[nodes.Node]:
+    """Text in which W_V, Σ_{l−1} and a_L^(l/L) have indices and exponents."""
+    parts: list[nodes.Node] = []
+    start = 0
+    for found in SCRIPTS.finditer(text):
+        parts.append(nodes.Text(text[start : found.start()] + found[1]))
+        for script in SCRIPT.findall(found[2]):
+            kind = nodes.subscript if script[0] == "_" else nodes.superscript
+            inner = script[2:-1] if script[1] in "({" else script[1:]
+            parts.append(kind("", "", *formula(inner)))
+        start = found.end()
+    return [*parts, nodes.Text(text[start:])]
+
+
+def set_formulas(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Indices and exponents in prose, and in blocks of formulas; code stays as it is."""
+    code = (nodes.FixedTextElement, nodes.literal, nodes.raw, addnodes.desc_signature)
+    for text in list(doctree.findall(nodes.Text)):
+        above, block = text.parent, text.parent
+        while above is not None and not isinstance(above, code):
+            above = above.parent
+        is_formula = isinstance(block, nodes.literal_block) and block.get("language") in ("text", "default")
+        if (above is None or is_formula) and SCRIPTS.search(text):
+            block.replace(text, formula(text.astext()))
+            if is_formula:
+                block.rawsource = ""  # or its text would be highlighted, and its children left out
+
+
 class Links(HTMLParser):
     """The links of a page, and the anchors that others may point at."""
 
@@ -138,4 +177,5 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", fill_in)
     app.connect("autodoc-process-docstring", plain_text)
     app.connect("autodoc-skip-member", is_skipped)
+    app.connect("doctree-resolved", set_formulas)
     app.connect("build-finished", check_links)

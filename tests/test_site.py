@@ -54,6 +54,29 @@ def test_functions_in_the_list_of_equations_lead_to_the_reference(site: Path) ->
             assert f'href="reference.html#skipless.{name}"' in page, name
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("W_V and A_nn", "W[V] and A[nn]"),
+        ("Σ_{l−1} = L_{l−1} L_{l−1}ᵀ", "Σ[l−1] = L[l−1] L[l−1]ᵀ"),
+        ("D̄_(n−1)(x) W_down", "D̄[n−1](x) W[down]"),
+        ("e^(−γ(|i−j| + 1)), a_L^(l/L), diag(Σ)^−½, 2^28", "e{−γ(|i−j| + 1)}, a[L]{l/L}, diag(Σ){−½}, 2{28}"),
+        ("e^(−γ_l·distance)", "e{−γ[l]·distance}"),
+        *((code, code) for code in ("repeat_rate", "q_map", "__init__", "x.T_q", "log_columns", "a _ b", "k_steps")),
+    ],
+)
+def test_formulas_have_indices_and_exponents_and_names_of_code_have_none(text: str, shown: str) -> None:
+    from docutils import nodes
+
+    def spelled(node: nodes.Node) -> str:
+        inner = "".join(map(spelled, node.children))
+        brackets = {nodes.subscript: "[]", nodes.superscript: "{}"}.get(type(node))
+        return node.astext() if brackets is None else f"{brackets[0]}{inner}{brackets[1]}"
+
+    formula = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))["formula"]
+    assert "".join(map(spelled, formula(text))) == shown
+
+
 def test_dead_links_are_found(tmp_path: Path) -> None:
     dead_links = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))["dead_links"]
     (tmp_path / "a.html").write_text('<a href="b.html#here">1</a><a href="b.html#gone">2</a><a href="c.html">3</a>')

@@ -46,6 +46,10 @@ def writing(path: Path, then: str = RUN_AGAIN, *, room: str = "free some space",
         raise OSError(f"{path} could not be written ({cause.strerror or cause}): {remedy}, and {then}") from error
 
 
+class UnknownNameError(ValueError):
+    """A file may be sound, and names a scheme or an activation of one's own whose code has not been imported."""
+
+
 @contextmanager
 def reading(path: Path | str, advice: str = "", *, what: str = _DAMAGED) -> Generator[None]:
     """Turn whatever goes wrong with what a file holds into one line that names the file, once.
@@ -62,6 +66,8 @@ def reading(path: Path | str, advice: str = "", *, what: str = _DAMAGED) -> Gene
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
+        if isinstance(error, UnknownNameError):
+            raise type(error)(f"{path}: {error}") from error
         why = f"{error} is missing" if isinstance(error, KeyError) else str(error).strip() or type(error).__name__
         raise ValueError(f"{path} {what} ({why.partition(chr(10))[0].rstrip('.')}){end}") from error
 

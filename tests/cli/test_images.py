@@ -15,6 +15,8 @@ from skipless.data.image_loader import ImageLoader
 from skipless.data.image_store import ImageStore, read_images
 from skipless.model.config import Images
 from skipless.model.transformer import Transformer
+from skipless.paper.recipes import by_images
+from skipless.paper.recipes import plan as plan_of
 from skipless.training.checkpoint import save_weights
 from skipless.training.config import DataConfig, Experiment, TrainConfig
 from skipless.training.load import load, load_model
@@ -71,6 +73,19 @@ def test_from_pictures_to_a_trained_network(here: Path, one_thread) -> None:
     for given in (["--tasks", "all"], ["--limit", "3"], ["--backend", "lm-eval"], ["--download"], ["--length", "0"]):
         other = skipless("eval", "run", *given)
         assert f"{given[0]} is not for a network of images" in str(other.exception)
+
+
+def test_a_patch_divides_the_side_of_the_images_at_hand(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    striped(tmp_path / "pictures", side=28, train=2, test=1)
+    assert skipless("prepare", "pictures", "--images", "--out", "data").exit_code == 0
+    words = ("train", "vit/mirrored", "--data", "data", "--show", "--set")
+    images = json.loads(skipless(*words, "model.images.patch=7").stdout)["model"]["images"]
+    assert (images["side"], images["patch"]) == (28, 7)
+    assert "images.patch=5 does not divide images.side=28" in str(skipless(*words, "model.images.patch=5").exception)
+    plan = plan_of("vit/mirrored", data="data")[0]
+    assert by_images(plan, {"model.images.patch": 7}) == {"model.images.side": 28}
+    assert by_images(plan, {"model.images.side": 14}) == {}
 
 
 @pytest.fixture

@@ -149,7 +149,10 @@ BAD = {
     "empty": (b"", "neither JPEG nor PNG"),
     "cut short": (noisy("PNG")[:400], "is no picture that can be used"),
     "a JPEG cut short": (noisy("JPEG")[:700], "is no picture that can be used"),
-    "wide": (picture((16, 8)), "it is 16 × 8; pictures must be squares of at most 1024"),
+    "wide": (
+        picture((16, 8)),
+        "it is 16 × 8; pictures must be squares of at most 1024, as ImageOps.fit of Pillow cuts",
+    ),
     "of another size": (picture((8, 8)), "it is 8 × 8, and those before it 16 × 16; all must be of one size"),
     "huge": (picture((2048, 2048), "1"), "it is 2048 × 2048; pictures must be squares of at most 1024"),
     "a bomb": (picture((20_000, 10_000), "1"), "exceeds limit"),

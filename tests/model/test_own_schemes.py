@@ -73,6 +73,17 @@ class Halves(TableShape):
         return matrix
 
 
+@dataclass(frozen=True, eq=False)
+class Given(TableShape):
+    """A matrix, unchecked."""
+
+    matrix: object
+    causal: bool = True
+
+    def dense(self, length: int) -> np.ndarray:
+        return self.matrix
+
+
 def shaped(shape: AttentionShape, kind: str = "one-shape") -> type[Scheme]:
     @register_scheme(kind)
     @dataclass(frozen=True)
@@ -126,10 +137,13 @@ def test_a_killed_run_goes_on_and_is_exported(tmp_path, data, monkeypatch):
     assert saved["repeat_rate"] > 0.0  # that of the tokens
 
     without = CliRunner().invoke(app, ["export", "run"])
-    assert "scheme kind is 'smooth'" in str(without.exception)
+    assert "run/experiment.json: scheme kind is 'smooth'" in str(without.exception)  # and not that it is damaged
     assert "--import FILE.py" in str(without.exception)
 
     native = check_resumed_and_exported(train, *code, continued=4)
+    looked = CliRunner().invoke(app, ["inspect", "run", *code])  # by itself at a length that it serves
+    assert looked.exit_code == 0, looked.exception
+    assert "all 3 blocks" in " ".join(looked.output.split())
     with pytest.raises(ValueError, match="16"):  # all that its tables were made for
         native.generate(torch.arange(16)[None], 4)
 
@@ -256,11 +270,18 @@ def test_registration_refuses_what_could_not_be_saved():
         def shapes(self, depth, skip_weight=0.0, causal=True, **context):
             return [PlainShape(causal)] * depth
 
+    frozen = dataclass(frozen=True)
+    without_shapes = frozen(type("WithoutShapes", (Scheme,), {}))
+    without_context = frozen(type("WithoutContext", (Scheme,), {"shapes": lambda self, depth, skip_weight, causal: []}))
     for kind, cls, words in [
         ("Mine!", Bare, "use small letters, digits and dashes"),
         ("mine", Bare, r"write @dataclass\(frozen=True\) in the line below"),
         ("mine", dict, "must be a class derived from Scheme"),
         ("e-spa", dataclass(frozen=True)(type("Other", (Bare,), {})), "'e-spa' belongs to .*ExponentialSPA"),
+        (Bare, Bare, r"name is <class .*@register_scheme\('two-scales'\)"),
+        ("mine", without_shapes, "WithoutShapes has no `shapes`.*def shapes"),
+        ("mine", without_context, "WithoutContext.shapes: got an unexpected keyword argument 'length'.*context"),
+        ("mine", dataclasses.make_dataclass("Own", [("kind", str)], bases=(Bare,), frozen=True), "field 'kind'"),
         ("mine", dataclasses.make_dataclass("Own", [("table", np.ndarray)], bases=(Bare,), frozen=True), "Own.table"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -279,10 +300,21 @@ def test_a_cell_of_a_notebook_may_run_twice():
     ("shapes", "words"),
     [
         (lambda depth: [PlainShape()] * 2, "gave 2 shapes for 4 blocks; it must give one for each"),
+        (
+            lambda depth: (PlainShape() for _ in range(depth)),
+            "gave a generator for 4 blocks; it must give one for each, in a list",
+        ),
         (lambda depth: [np.eye(24)] * depth, r"gave a ndarray for block 1; .* DenseShape\(matrix, causal=True\)"),
         (
             lambda depth: [PlainShape(False)] * depth,
             "block 1 a shape with causal=False, and the network has causal=True",
+        ),
+        (lambda depth: [Given(np.ones((24, 24)))] * depth, "block 1: the matrix looks ahead, by 1 from location 0"),
+        (lambda depth: [Given(-np.eye(24))] * depth, "block 1: row 0 of the matrix runs from -1"),
+        (lambda depth: [Given(np.eye(25))] * depth, r"block 1: dense\(24\) gave a ndarray shaped \(25, 25\); it must"),
+        (
+            lambda depth: [Given(np.eye(24).tolist())] * depth,
+            r"gave a list shaped \(24, 24\); it must be a NumPy array",
         ),
     ],
 )
@@ -297,10 +329,72 @@ def test_what_shapes_gives_is_checked(shapes, words):
         Transformer(ModelConfig(scheme=Wrong(), **SMALL))
 
 
-def test_carrying_refuses_what_no_softmax_can_do():
-    targets = [kernels.uniform(0.5, 8), kernels.uniform(0.2, 8)]
-    with pytest.raises(ValueError, match=r"in block 2 needs attention -.* use kernels closer"):
-        skipless.theory.carrying(targets)
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ([kernels.uniform(0.5, 8), kernels.uniform(0.2, 8)], "in block 2 needs .* or end with the kernel of block 1"),
+        ([np.eye(8) - 0.1 * np.eye(8, k=1) - 0.1 * np.eye(8, k=-1)], "in block 1 .* whose factor L has no entry below"),
+        ([np.tril(kernels.exponential(0.5, 8))], "0 from location 0 to 1 and 0.6065 back; .* fill both its halves"),
+        ([2 * kernels.exponential(0.5, 8)], r"kernel of block 1 has 2 on its diagonal; .*kernels\.cosine\(kernel\)"),
+        ([np.full((8, 8), np.nan)], "nan from location 0 to 0"),
+        ([np.eye(8), np.ones((8, 8))], r"kernel of block 2 is not positive definite \(smallest eigenvalue"),
+        ([np.eye(8), np.eye(4)], r"block 2 is shaped \(4, 4\); it must be 8×8, as the one before it"),
+        ([np.ones(8)], r"is shaped \(8,\); it must be T×T"),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_carrying_refuses_what_is_no_kernel_and_what_no_softmax_can_do(targets, words, causal):
+    with pytest.raises(ValueError, match=words):
+        skipless.theory.carrying(targets, causal=causal)
+
+
+def mixed(share: float, gamma: float, other: float, d: np.ndarray) -> np.ndarray:
+    return share * np.exp(-gamma * d) + (1.0 - share) * np.exp(-other * d)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "possible"),
+    [
+        (lambda rate, d: mixed(0.5, rate, rate / 4, d), True),
+        (lambda rate, d: mixed(0.5, rate, rate / 20, d), False),
+        (lambda rate, d: mixed(0.5, 2.0, rate, d), False),
+        (lambda rate, d: mixed(rate / 6, 2.0, 0.05, d), False),
+        (lambda rate, d: (1.0 + d) ** -rate, True),
+        (lambda rate, d: (1.0 + rate * d) * np.exp(-rate * d), False),
+    ],
+    ids=["mixture", "decays far apart", "one decay stays", "share falls", "power", "matern"],
+)
+def test_small_steps_through_other_families(kernel, possible):
+    """36 blocks of what docs/derivations.md says can be carried and cannot; from I all can, in one step."""
+    d = np.abs(np.subtract.outer(np.arange(64), np.arange(64))).astype(float)
+    rates = np.geomspace(5.7, 0.005 if possible else 0.05, 36)
+    skipless.theory.carrying([kernel(rates[-1], d)])
+    if possible:
+        total = np.linalg.multi_dot(
+            [shape.dense(64) for shape in skipless.theory.carrying(kernel(r, d) for r in rates)][::-1]
+        )
+        np.testing.assert_allclose(total @ total.T, kernel(rates[-1], d), atol=1e-10)
+    else:
+        with pytest.raises(ValueError, match="a softmax gives none below 0"):
+            skipless.theory.carrying(kernel(rate, d) for rate in rates)
+
+
+def test_a_scheme_may_compute_in_torch(tmp_path):
+    """Also where a model is built without memory, as transformers loads an export."""
+
+    @register_scheme("in-torch")
+    @dataclass(frozen=True)
+    class InTorch(Scheme):
+        preserves_signal = True
+
+        def shapes(self, depth, skip_weight=0.0, causal=True, *, length, **context):
+            return [DenseShape(torch.eye(length, dtype=torch.float64).numpy(), causal)] * depth
+
+    model = Transformer(ModelConfig(scheme=InTorch(), **SMALL))
+    skipless.hf.SkiplessForCausalLM.from_native(model).save_pretrained(tmp_path)
+    again = skipless.hf.SkiplessForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(64, (1, 24))
+    assert torch.equal(again(tokens).logits, model(tokens))
 
 
 def test_a_folder_is_no_module_of_ones_own(tmp_path, monkeypatch):

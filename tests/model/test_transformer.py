@@ -448,3 +448,15 @@ def test_torch_jit_traces_a_network(name):
     model, tokens = Transformer(name, vocab_size=30, width=32, depth=4, heads=4), torch.randint(30, (2, 9))
     traced = torch.jit.trace(model, (tokens,))
     assert torch.equal(traced(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([[0.0] * 32], r"inputs_embeds are a list; they must be a tensor \(batch, T, 32\)"),
+        (torch.zeros(2, 32), r"inputs_embeds are shaped \(2, 32\); they must be \(batch, T, 32\)"),
+    ],
+)
+def test_rows_that_are_no_stream_are_refused(rows, words):
+    with pytest.raises(ValueError, match=words):
+        Transformer(ModelConfig(width=32, depth=2, heads=2, mlp_init="mirrored"))(inputs_embeds=rows)

@@ -50,6 +50,17 @@ def test_tensors_that_do_not_fit():
     )
     refused("there are 5 queries and 3 keys; .*at most 3 queries, or a Layout", q, k[:, :, :3], v[:, :, :3], SPA)
 
+    refused("5 keys, and the shape weighs distance.* decoding=True", q[:, :, :2], k, v, AlibiShape(2, causal=False))
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "sdpa"])
+@pytest.mark.parametrize("keys", [1, 3, 5, 8])
+def test_plain_attention_without_a_mask_may_be_to_another_sequence(impl, keys):
+    """Of fewer or more locations: none is before another, so nothing has to be said of where queries stand."""
+    q, (k, v) = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 2, keys, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(shaped_attention(q, k, v, PlainShape(causal=False), impl=impl), expected)
+
 
 def test_shapes_that_do_not_fit():
     q, k, v = tensors()
@@ -67,7 +78,7 @@ def test_shapes_that_do_not_fit():
         layout=packed,
     )
     table = SymmetricExponentialShape(ExponentialStep.between(0.5, 0.4))
-    refused("2 queries and 5 keys.*depends on the length", q[:, :, :2], k, v, table)
+    refused(r"2 queries and 5 keys.*depends on the length.*another sequence takes Plain", q[:, :, :2], k, v, table)
     parts = BiasVectors.of(SPA, 5)
     halved = parts.with_tensors(column=parts.column.bfloat16())
     refused("column of the shape is torch.bfloat16, which moves the bias by up to 6e-2", q, k, v, halved)

@@ -109,6 +109,14 @@ def test_one_call_trains_and_another_loads(folder, tmp_path, monkeypatch):
         skipless.train("wikitext103/e-spa", out="runs/e-spa", **settings, **SMALL, **CPU)
 
 
+def test_a_scheme_by_its_name_takes_the_repeat_rate_of_the_tokens(folder, tmp_path):
+    skipless.train("mirrored/e-spa", data=folder, out=tmp_path / "run", scheme="u-spa", steps=2, **SMALL, **CPU)
+    rate = read_manifest(folder).splits["train"].repeat_rate
+    assert read_experiment(tmp_path / "run").model.scheme == skipless.UniformSPA(repeat_rate=round(rate or 0.0, 3))
+    whole = {"model.scheme": skipless.UniformSPA(repeat_rate=0.5)}  # whole, it is given with all its fields
+    assert settle(*plan("mirrored/e-spa", folder), whole).model.scheme == whole["model.scheme"]
+
+
 def test_validation_text_is_prepared_beforehand(tmp_path):
     """data.valid names a prepared folder, as in training; one that is none is said before the corpus is read."""
     text = tmp_path / "text.txt"

@@ -29,7 +29,7 @@ from skipless.files import DATA_MARK
 from skipless.inspection.inspection import Inspection
 from skipless.inspection.load import FAMILIES, build_family, open_pretrained, pretrained_tokenizer
 from skipless.model import presets
-from skipless.model.config import Images
+from skipless.model.config import Images, ModelConfig
 from skipless.training.load import find_tokenizer, load, load_model, reads_images
 from skipless.training.run import EXPERIMENT
 
@@ -63,7 +63,9 @@ def command(
     tokenizer: Annotated[
         str | None, typer.Option(help="A .model file, prepared folder or 'bytes' (the model's own, else bytes).")
     ] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per row (128).")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per row (128, or all that attention is calibrated for).")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Rows.")] = 2,
     depth: Annotated[int | None, typer.Option(help="Blocks, for presets and families.")] = None,
     width: Annotated[int | None, typer.Option(help="Width, for presets and families.")] = None,
@@ -198,10 +200,10 @@ class InspectArguments:
                 )
             side = config.image_size
             return torch.randn(self.rows, config.num_channels, side, side, generator=generator)
-        length = _LENGTH if self.length is None else self.length
+        ours = next((module.config for module in model.modules() if isinstance(module, skipless.Transformer)), None)
+        length = _usual_length(ours) if self.length is None else self.length
         limit = getattr(config, "max_position_embeddings", None) or 0  # XLNet's −1 is no limit
-        ours = any(isinstance(module, skipless.Transformer) for module in model.modules())  # take any length
-        if 1 <= limit < length and not ours:
+        if 1 <= limit < length and ours is None:  # ours take any length, or say themselves which
             raise ValueError(f"--length is {length}; the model has {limit} positions: use --length {limit}")
         vocabulary = getattr(config, "vocab_size", None)
         if vocabulary is None or getattr(model, "main_input_name", "input_ids") != "input_ids":
@@ -266,6 +268,14 @@ class InspectArguments:
                 "the text with the model's own tokenizer, or name the text itself"
             )
         return store.pieces(count)
+
+
+def _usual_length(config: ModelConfig | None) -> int:
+    """Tokens per row where nobody says: as many as usual, or as attention was calibrated for."""
+    most = None if config is None else config.max_length
+    if config is None or most is None:
+        return _LENGTH
+    return min(most, _LENGTH) if config.causal else most
 
 
 def rows_of(pieces: Iterator[Any], shape: tuple[int, int], vocabulary: int, source: str) -> np.ndarray:

@@ -252,10 +252,11 @@ def decode(picture: Picture, side: int | None = None) -> np.ndarray:
 def _check(size: tuple[int, int], mode: str, side: int | None, frames: int) -> None:
     """Refuse a picture by what its head says, before its pixels are decoded."""
     width, height = size
+    cut = ", as ImageOps.fit of Pillow cuts them"
     if width != height or not 1 <= width <= MOST_SIDE:
-        raise ValueError(f"it is {width} × {height}; pictures must be squares of at most {MOST_SIDE}")
+        raise ValueError(f"it is {width} × {height}; pictures must be squares of at most {MOST_SIDE}{cut}")
     if side not in (None, width):
-        raise ValueError(f"it is {width} × {height}, and those before it {side} × {side}; all must be of one size")
+        raise ValueError(f"it is {width} × {height}, and those before it {side} × {side}; all must be of one size{cut}")
     if mode not in _MODES:
         raise ValueError(f"its pixels are of kind {mode}; use one of {', '.join(_MODES)}")
     if frames > 1:

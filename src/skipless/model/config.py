@@ -11,6 +11,8 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from skipless.files import parse_json
 from skipless.schema import build, check_names, check_own, shortened
 from skipless.theory.activations import ShapedActivation, base_name, odd_factor
@@ -27,7 +29,13 @@ from skipless.theory.propagation import (
     sub_block,
 )
 from skipless.theory.schemes import SCHEMES, ExponentialSPA, Scheme, StandardAttention
-from skipless.theory.shapes import AttentionShape, ShapeByHead
+from skipless.theory.shapes import (
+    AttentionShape,
+    DenseShape,
+    ShapeByHead,
+    SymmetricExponentialShape,
+    TableShape,
+)
 from skipless.theory.shaping import default_activation, name_of, named_activation
 
 logger = logging.getLogger("skipless")
@@ -264,15 +272,17 @@ def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
     through = mlp.forward if mlp is not None else None
     context = {"length": config.length, "mlp": through, "normalised": config.norm == "pre"}
     shapes = scheme.shapes(config.depth, config.attention_skip.shortcut, config.causal, **context)
-    name, seen = type(scheme).__name__, f"{len(shapes)} shapes"
-    if len(shapes) != config.depth:
-        raise ValueError(f"{name}.shapes gave {seen} for {config.depth} blocks; it must give one for each")
+    name = type(scheme).__name__
+    if not isinstance(shapes, list | tuple) or len(shapes) != config.depth:
+        seen = f"{len(shapes)} shapes" if isinstance(shapes, list | tuple) else f"a {type(shapes).__name__}"
+        raise ValueError(f"{name}.shapes gave {seen} for {config.depth} blocks; it must give one for each, in a list")
     for block, shape in enumerate(shapes, start=1):
         if not isinstance(shape, AttentionShape):
             raise ValueError(
                 f"{name}.shapes gave a {type(shape).__name__} for block {block}; it must be an AttentionShape: "
                 f"DenseShape(matrix, causal={config.causal}) makes one of a T×T matrix"
             )
+        _check_table(shape, config.length, f"{name}.shapes, block {block}")
         if shape.causal != config.causal:
             raise ValueError(
                 f"{name}.shapes gave block {block} a shape with causal={shape.causal}, and the network has "
@@ -288,7 +298,22 @@ def attention_shapes(config: ModelConfig) -> list[AttentionShape]:
                 f"{name}.shapes gave block {block} {shape.heads} shapes by head, and heads={config.heads}; give one "
                 "for each head"
             )
-    return shapes
+    return list(shapes)
+
+
+def _check_table(shape: AttentionShape, length: int, name: str) -> None:
+    """Refuse a TableShape of one's own whose matrices are none of attention, as DenseShape refuses them."""
+    for one in shape.shapes if isinstance(shape, ShapeByHead) else (shape,):
+        if not isinstance(one, TableShape) or isinstance(one, DenseShape | SymmetricExponentialShape):
+            continue
+        matrix = one.dense(length)
+        if not isinstance(matrix, np.ndarray) or matrix.shape != (length, length):
+            seen = f"a {type(matrix).__name__} shaped {np.shape(matrix)}"
+            raise ValueError(f"{name}: dense({length}) gave {seen}; it must be a NumPy array ({length}, {length})")
+        try:
+            DenseShape(matrix, one.causal)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
 
 def mlp_layer(config: ModelConfig) -> KernelLayer | None:

@@ -191,7 +191,7 @@ def _check_room(most: int | None, past: int, new: int) -> None:
         room = f"use max_new_tokens={most - past + 1}" if past <= most else f"use prompts of at most {most} tokens"
         raise ValueError(
             f"max_new_tokens is {new} after {past} tokens, but the model's attention is calibrated for {most} "
-            f"locations; {room}, or a model with calibration='paper'"
+            f"locations; {room}, or a scheme without such a limit, as with calibration='paper'"
         )
 
 

@@ -54,7 +54,9 @@ class Transformer(nn.Module):
             readers=config.readers,
             impl=impl,
         )
-        self.blocks = nn.ModuleList(_block(config, shape, options) for shape in attention_shapes(config))
+        with torch.device("cpu"):  # a scheme of one's own may compute in torch, also where a model is built elsewhere
+            shapes = attention_shapes(config)
+        self.blocks = nn.ModuleList(_block(config, shape, options) for shape in shapes)
         self.norm = nn.RMSNorm(config.width, eps=1e-6) if config.norm == "pre" else nn.Identity()
         self.head = _head(config)
         self.embedding_scale = math.sqrt(config.width) if config.scales_embedding else 1.0
@@ -285,6 +287,10 @@ def _check_stream(tokens: Tensor | None, inputs_embeds: Tensor | None, config: M
             )
         if not torch.compiler.is_compiling() and not tokens.numel():
             raise ValueError(f"tokens are shaped {tuple(tokens.shape)}; give at least one row of one token")
+    if not isinstance(inputs_embeds, Tensor | None):
+        raise ValueError(
+            f"inputs_embeds are a {type(inputs_embeds).__name__}; they must be a tensor (batch, T, {width})"
+        )
     if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != width):
         raise ValueError(f"inputs_embeds are shaped {tuple(inputs_embeds.shape)}; they must be (batch, T, {width})")
     if inputs_embeds is not None and config.images is not None and inputs_embeds.shape[1] != config.length:

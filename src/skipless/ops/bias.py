@@ -266,14 +266,18 @@ class AttentionInputs:
         return Layout.continuing(keys - queries, queries, self.q.device)
 
     def check(self) -> "AttentionInputs":
-        """Itself, or the ValueError that says what is wrong."""
+        """Itself, or the ValueError that says what is wrong. More queries than keys get a layout."""
         _check_tensors(self.q, self.k, self.v)
         _check_bias(self)
         if self.layout is not None:
             _check_layout(self, self.layout)
         else:
-            _check_lengths(self.q.shape[2], self.k.shape[2], self.bias.causal, self.decoding)
+            _check_lengths(self.q.shape[2], self.k.shape[2], self.bias, self.decoding)
         _check_terms(self)
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        if self.layout is None and queries > keys:  # of another sequence: where they stand is all one
+            here = torch.arange(keys, device=self.q.device)[None]
+            return replace(self, layout=Layout(here.new_zeros(1, queries), here))
         return self
 
 
@@ -343,10 +347,12 @@ def _check_reach(inputs: AttentionInputs) -> None:
             "there is a layout, and this non-causal shape depends on the length: it knows no padding and no documents. "
             "Put rows of one length together without a layout, or use a causal shape or PlainShape(causal=False)"
         )
-    if bias.exact_reach and not inputs.q.shape[2] == keys == bias.reach:
+    queries = inputs.q.shape[2]
+    if bias.exact_reach and not queries == keys == bias.reach:
+        other = "attention to another sequence takes PlainShape(causal=False)"
         raise ValueError(
-            f"{inputs.q.shape[2]} queries and {keys} keys with no layout, but this non-causal shape depends on the "
-            f"length: it is right for whole sequences of {bias.reach}; build it with length={keys}"
+            f"{queries} queries and {keys} keys with no layout, but this non-causal shape depends on the length: it is "
+            f"right for whole sequences of {bias.reach}; {f'build it with length={keys}' if queries == keys else other}"
         )
     needed = keys if inputs.layout is None or inputs.layout.extent is None else inputs.layout.extent
     if needed > bias.reach:
@@ -356,19 +362,25 @@ def _check_reach(inputs: AttentionInputs) -> None:
         )
 
 
-def _check_lengths(queries: int, keys: int, causal: bool, decoding: bool) -> None:
-    """Without a layout queries and keys are one sequence, or the queries are said to be the last of the keys."""
+def _check_lengths(queries: int, keys: int, bias: BiasVectors, decoding: bool) -> None:
+    """Without a layout queries and keys are one sequence, or the queries are said to be the last of the keys.
+
+    Plain attention without a mask looks at all keys alike, so they may be another sequence.
+    """
+    if queries == keys or (bias.plain and not bias.causal):
+        return
+    seen = f"there are {queries} queries and {keys} keys"
+    other = "Attention to another sequence has no order: use PlainShape(causal=False)"
     if queries > keys:
         raise ValueError(
-            f"there are {queries} queries and {keys} keys; without a layout the queries are the last of the keys' "
-            f"locations: give at most {keys} queries, or a Layout"
+            f"{seen}; without a layout the queries are the last of the keys' locations: give at most {keys} queries, "
+            f"or a Layout. {other}"
         )
-    if queries < keys and causal and not decoding:
+    if not decoding:
+        past, why = keys - queries, "is causal" if bias.causal else "weighs distance"
         raise ValueError(
-            f"there are {queries} queries and {keys} keys, and the shape is causal: where do the queries stand? If "
-            f"they follow {keys - queries} keys of a cache, say decoding=True or layout=Layout.continuing("
-            f"{keys - queries}, {queries}). Attention to another sequence has no causal order: use "
-            "PlainShape(causal=False)"
+            f"{seen}, and the shape {why}: where do the queries stand? If they follow {past} keys of a cache, say "
+            f"decoding=True or layout=Layout.continuing({past}, {queries}). {other}"
         )
 
 

@@ -125,7 +125,7 @@ def settle(
 
     prepare=False: no corpus is prepared; without a folder nothing follows from the data.
     """
-    followed = {} if given else by_law(experiment, values)
+    followed = {} if given else by_law(experiment, values) | by_images(experiment, values)
     experiment = experiment.with_fields({**followed, **values})
     chosen = {*given, *values}
     scheme = values.get("model.scheme")
@@ -154,6 +154,14 @@ def by_law(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
     if found:
         logger.info("by the law for this size: %s", ", ".join(f"{name}={value:g}" for name, value in found.items()))
     return found
+
+
+def by_images(recipe: Experiment, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The side of the prepared images, which a patch among `values` has to divide; nothing where it is given."""
+    folder = recipe.data.folder
+    if recipe.model.images is None or folder is None or "model.images.side" in values or not holds_images(folder):
+        return {}
+    return {"model.images.side": read_images(folder).side}
 
 
 def _named(name: str | Path) -> Experiment:

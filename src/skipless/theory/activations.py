@@ -14,6 +14,7 @@ import scipy
 
 from skipless import lazy
 from skipless.console import nearest
+from skipless.files import UnknownNameError
 from skipless.schema import check_own
 
 Array = np.ndarray
@@ -129,7 +130,7 @@ def check_base(name: str) -> None:
         lazy.import_extensions()
     if name not in _SMOOTH and name not in _RECTIFIED:
         near = nearest(name, sorted((*_SMOOTH, *_RECTIFIED)))
-        raise ValueError(
+        raise UnknownNameError(
             f"there is no activation {name!r}; {near} (one of your own is known once its code is imported: "
             "`--import FILE.py` on the command line, `import` in Python)"
         )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, Literal
 
+import numpy as np
+
 from skipless.schema import check
 
 Grid = Literal["square"] | tuple[int, int]  # as many rows as columns, whatever their number; or both, in this order
@@ -16,6 +18,31 @@ def check_length(length: int) -> int:
     if int(length) != length or length < 1:
         raise ValueError(f"length is {length!r}; it must be an integer of at least 1")
     return int(length)
+
+
+def check_kernel(kernel: Any, name: str, length: int | None = None) -> np.ndarray:
+    """A T×T kernel of cosines, of `length` locations where that is given."""
+    kernel = np.asarray(kernel, dtype=np.float64)
+    if kernel.ndim != 2 or kernel.shape[0] != kernel.shape[1] or not kernel.size or length not in (None, len(kernel)):
+        wanted = "T×T" if length is None else f"{length}×{length}, as the one before it"
+        raise ValueError(f"{name} is shaped {kernel.shape}; it must be {wanted}: the cosine of each two locations")
+    unlike = np.abs(kernel - kernel.T)
+    i, j = np.unravel_index(unlike.argmax(), kernel.shape)
+    if not unlike[i, j] <= 1e-6:
+        pair = f"{kernel[i, j]:.4g} from location {i} to {j} and {kernel[j, i]:.4g} back"
+        raise ValueError(f"{name} has {pair}; a kernel is finite and symmetric: fill both its halves")
+    own = np.diagonal(kernel)
+    if np.abs(own - 1.0).max() > 1e-6:
+        seen = own[np.abs(own - 1.0).argmax()]
+        raise ValueError(f"{name} has {seen:.4g} on its diagonal; cosines have 1: use theory.kernels.cosine(kernel)")
+    try:
+        np.linalg.cholesky(kernel)
+    except np.linalg.LinAlgError as error:
+        raise ValueError(
+            f"{name} is not positive definite (smallest eigenvalue {np.linalg.eigvalsh(kernel)[0]:.2g}): use a rougher "
+            "kernel, or one whose locations are less alike"
+        ) from error
+    return kernel
 
 
 def check_grid(grid: Any) -> Grid | None:

@@ -8,6 +8,7 @@ Calibrations beyond the paper's, at the end, propagate a kernel once to see what
 """
 
 import dataclasses
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 import scipy
 
 from skipless import lazy
+from skipless.files import UnknownNameError
 from skipless.schema import build, check_own, check_plain
 from skipless.theory import exponential, kernels, uniform
 from skipless.theory.exponential import exponential_steps
@@ -31,6 +33,7 @@ from skipless.theory.feasibility import (
     check_end,
     check_final_rates,
     check_grid,
+    check_kernel,
     check_repeat_rate,
     grid_sides,
 )
@@ -150,7 +153,7 @@ def scheme_class(kind: Any) -> type[Scheme]:
     if isinstance(kind, str) and kind not in SCHEMES:
         lazy.import_extensions()
     if not isinstance(kind, str) or kind not in SCHEMES:
-        raise ValueError(
+        raise UnknownNameError(
             f"scheme kind is {kind!r}; it must be one of {', '.join(SCHEMES)}, or one of your own whose code was "
             "imported first: `--import FILE.py` on the command line, `import` in Python"
         )
@@ -163,10 +166,12 @@ def register_scheme(kind: str) -> Callable[[Kind], Kind]:
     Configurations, certificates, networks, training, checkpoints and exports then take it as they take the paper's.
     Import its class before you load any of them: files name a scheme, and hold no code.
     """
+    if not isinstance(kind, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", kind):
+        raise ValueError(
+            f"a scheme's name is {kind!r}; use small letters, digits and dashes: @register_scheme('two-scales')"
+        )
 
     def register(cls: Kind) -> Kind:
-        if not isinstance(kind, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", kind):
-            raise ValueError(f"a scheme's name is {kind!r}; use small letters, digits and dashes, such as 'two-scales'")
         if not (isinstance(cls, type) and issubclass(cls, Scheme)):
             raise ValueError(f"@register_scheme({kind!r}) stands above {cls!r}; it must be a class derived from Scheme")
         if "__dataclass_params__" not in vars(cls) or not vars(cls)["__dataclass_params__"].frozen:
@@ -179,12 +184,26 @@ def register_scheme(kind: str) -> Callable[[Kind], Kind]:
             raise ValueError(
                 f"the name {kind!r} belongs to {known.__module__}.{known.__qualname__}: give {cls.__name__} another one"
             )
+        _check_class(cls)
         check_plain(cls)
         cls.kind = kind
         SCHEMES[kind] = cls
         return cls
 
     return register
+
+
+def _check_class(cls: type[Scheme]) -> None:
+    """Refuse a `shapes` that is missing or takes other arguments than a network gives, and a field named `kind`."""
+    if "kind" in {field.name for field in dataclasses.fields(cls)}:
+        raise ValueError(f"{cls.__name__} has a field 'kind', which in JSON is the scheme's name: call it otherwise")
+    call = "shapes(self, depth, skip_weight=0.0, causal=True, *, length=None, **context)"
+    if inspect.isabstract(cls):
+        raise ValueError(f"{cls.__name__} has no `shapes`, which gives one AttentionShape for each block: def {call}")
+    try:
+        inspect.signature(cls.shapes).bind(None, 1, 0.0, True, length=1, mlp=None, normalised=False)
+    except TypeError as error:
+        raise ValueError(f"{cls.__name__}.shapes: {error}; a network gives what this takes: def {call}") from error
 
 
 @register_scheme("standard")
@@ -476,12 +495,12 @@ def carrying(
     causal: bool = True,
     between: KernelMap | None = None,
     *,
-    instead: str = "kernels closer to each other, or farther from the first",
+    instead: str | None = None,
 ) -> list[AttentionShape]:
     """The shapes that carry I to the first T×T target, that to the second, and so on: A_l = L_l L̂_(l−1)⁻¹.
 
-    L̂ factors what `between`, as an MLP does, makes of the last target's kernel on its way to the next block; None
-    leaves it as it is. Sec. 3.1, 3.4.
+    A target holds cosines: symmetric, 1 on its diagonal, positive definite. L̂ factors what `between`, as an MLP does,
+    makes of the last target on its way to the next block; None leaves it as it is. Sec. 3.1, 3.4.
     The factors are Cholesky's, or symmetric roots where attention is not causal. Repeated tokens are corrected as in
     App. B, by rows: D keeps the diagonal of the average kernel at 1.
     Departs: the paper ignores the MLP because A_l ≥ 0 is not guaranteed; here a negative entry is an error, which says
@@ -490,10 +509,13 @@ def carrying(
     shapes: list[AttentionShape] = []
     before = average = np.zeros(())
     for block, target in enumerate(targets, start=1):
+        target = check_kernel(target, f"the kernel of block {block}", len(before) if shapes else None)
         if block == 1:
             before, average = np.eye(len(target)), kernels.uniform(repeat_rate, len(target))
+        stay = f"a smaller or a larger step, or end with the kernel of block {block - 1}"
+        remedy = instead or (stay if shapes else "a kernel whose factor L has no entry below 0")
         name = f"the step between kernels in block {block}"
-        matrix = non_negative(_factor_ratio(target, before, causal), name, instead)
+        matrix = non_negative(_factor_ratio(target, before, causal), name, remedy)
         branch = matrix @ average @ matrix.T
         scale = 1.0 / np.sqrt(np.diagonal(branch))
         shapes.append(DenseShape(scale[:, None] * matrix, causal))

@@ -407,6 +407,6 @@ def _check_table(length: int, stored: int, causal: bool) -> int:
         raise ValueError(
             f"length is {length}, but this shape was calibrated for {stored} locations and serves {rule} as many; "
             f"calibrate for {length} (ModelConfig(length={length}), or the scheme's shapes with length={length}), or "
-            "use calibration='paper', which has no such limit"
+            "use a scheme without such a limit, as with calibration='paper'"
         )
     return length
