@@ -11,8 +11,7 @@ from torch import Tensor
 from skipless.ops import flex, gpu, reference
 from skipless.ops.bias import AttentionInputs, BiasVectors, check_kinds
 from skipless.ops.layout import Layout, kernel_layout, kernel_sides
-from skipless.ops.precision import without_autocast
-from skipless.ops.transforms import is_transformed
+from skipless.ops.modes import is_traced, is_transformed, without_autocast
 from skipless.theory.shapes import AttentionShape
 
 logger = logging.getLogger("skipless")
@@ -111,8 +110,7 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
             inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias, decoding)
         attend = _implementation(impl, inputs).attend
         out = torch.cat([attend(part) for part in inputs.by_run()], dim=1) if shape.runs else attend(inputs)
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
-    if traced or attend is reference.attend or not inputs.needs_grad:
+    if is_traced() or attend is reference.attend or not inputs.needs_grad:
         return out
     return _TwiceDifferentiable.apply(out, q, k, v, bias_gain, score_bias, shape, layout, decoding)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from skipless.data.image_loader import ImageLoader
-from skipless.ops.precision import autocast
+from skipless.ops.modes import autocast
 from skipless.training.config import Precision
 
 MOST_CLASSES = 20  # that a table shows
