@@ -36,6 +36,7 @@ def linear_cross_entropy(
     is a RuntimeError.
     """
     _check(hidden, weight, targets, chunk)
+    targets = targets.long()
     if counted is not None:
         _check_counted(counted, targets)
         hidden, targets = hidden.masked_fill(~counted[..., None], 0.0), targets.masked_fill(~counted, 0)
