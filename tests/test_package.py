@@ -23,8 +23,7 @@ SHORT_FILES = {
     "skipless/hf/recompute.py": "imported later than the rest of hf, for a circle in transformers",
     "skipless/ops/cuda_graph.py": "graphs of decoding and of training",
     "skipless/ops/gpu/cross_entropy.py": "needs triton, as nothing outside ops/gpu does",
-    "skipless/ops/precision.py": "called by training, evaluation and ablation",
-    "skipless/ops/transforms.py": "asked by attention, the loss and whatever checks numbers",
+    "skipless/ops/modes.py": "asked by attention, the loss, training and whatever checks numbers",
 }
 
 relative_name = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY / "src")))

@@ -1,5 +1,7 @@
 """Batches of images: functions of seed, step and rank, moved as said, each image once in an epoch."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -94,3 +96,8 @@ def test_a_sweep_has_every_image_once_and_as_it_is(store: ImageStore) -> None:
     assert len({image.numpy().tobytes() for image in seen}) == 22
     first = torch.cat([batches[0][0].targets, batches[1][0].targets, batches[0][1].targets, batches[1][1].targets])
     assert 0 < first.sum() < 8  # not one class after the other
+
+
+def test_a_store_goes_to_other_processes(store):
+    loader = ImageLoader(store, 4, seed=3)
+    assert same(pickle.loads(pickle.dumps(loader)).batch(2), loader.batch(2))

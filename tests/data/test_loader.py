@@ -1,3 +1,4 @@
+import pickle
 import threading
 import time
 
@@ -149,3 +150,11 @@ def test_errors_name_the_nearest_value(store):
     with pytest.raises(ValueError, match="ahead=0"):
         TokenLoader(store, 10, 2).batches(ahead=0)
     assert TokenLoader(store, len(store) - 1, 64).batch(3).tokens.shape == (64, len(store))
+
+
+def test_stores_and_loaders_go_to_other_processes(store):
+    """As a DataLoader sends them, which Python 3.14 starts afresh; they could not be pickled."""
+    loader = TokenLoader(store, 50, 4, seed=3)
+    copies = pickle.loads(pickle.dumps((store, loader)))
+    assert np.array_equal(copies[0].read(5, 9), store.read(5, 9))
+    assert torch.equal(copies[1].batch(7).tokens, loader.batch(7).tokens)

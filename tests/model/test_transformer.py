@@ -166,10 +166,10 @@ def test_a_network_of_fake_tensors_runs_too():
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
 
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 @pytest.mark.parametrize("name", ["e-spa", "u-spa", "mirrored", "pre-ln"])
-def test_second_derivatives_of_a_network_are_those_of_dense_logits(name):
-    """By impl="reference": torch's fused attention has first derivatives alone."""
-    model = Transformer(name, width=16, depth=4, heads=2, vocab_size=20, impl="reference").double()
+def test_second_derivatives_of_a_network_are_those_of_dense_logits(name, impl):
+    model = Transformer(name, width=16, depth=4, heads=2, vocab_size=20, impl=impl).double()
     tokens = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(0))
     parameters = list(model.parameters())
     for parameter in parameters:

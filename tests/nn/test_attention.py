@@ -216,8 +216,9 @@ def test_mistakes_are_named(call, words):
         call(build(SPA[1]), torch.randn(2, T, WIDTH).double())
 
 
-def test_what_compiles_finds_the_shape_in_place():
+def test_what_compiles_finds_the_shape_in_place(monkeypatch):
     """NumPy of the theory is no part of a graph: its kernels took minutes to make."""
+    monkeypatch.setattr("skipless.nn.attention._SHORTEST_STORED", 512)
     length = torch.export.Dim("length", min=2, max=400)
     with torch.device("meta"):
         module = ShapedAttention(WIDTH, HEADS, SPA[1]).eval()
@@ -237,3 +238,25 @@ def test_what_compiles_finds_the_shape_in_place():
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(module, backend=backend)(x), expected(x))
     assert not any("numpy" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_cold_module_is_one_graph_at_any_usual_length(loaded):
+    """2,048 tokens, which it has not met: built as it is, or on the meta device and given its parameters by a file."""
+    torch.compiler.reset()
+    module = build(SPA[1], "normal", torch.float32).eval()
+    cold = copy.deepcopy(module)
+    if loaded:
+        with torch.device("meta"):
+            cold = build(SPA[1], "normal", torch.float32).eval()
+        cold.load_state_dict(module.state_dict(), assign=True)
+    x = torch.randn(1, 2048, WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(cold, fullgraph=True, backend="eager")(x), module(x))
+
+
+def test_what_is_too_long_for_one_graph_says_what_to_do():
+    torch.compiler.reset()
+    module, x = build(SPA[1], "normal", torch.float32).eval(), torch.randn(1, 5000, WIDTH)
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.Unsupported, match="not yet met 5000 locations"):
+        torch.compile(module, fullgraph=True, backend="eager")(x)

@@ -54,7 +54,7 @@ def test_an_mlp_takes_an_activation_by_its_bare_name():
     [
         ("gleu", r"no activation 'gleu'; did you mean 'gelu'\? \(one of your own"),
         ("dks-gelu", r"'dks-gelu', which is solved for a depth: give skipless\.dks\('gelu', depth\)"),
-        (nn.GELU(), r"the activation is GELU\(approximate='none'\); it must be a name"),
+        (nn.GELU(), r"the activation is GELU\(approximate='none'\); it must be a name such as 'gelu'"),
     ],
 )
 def test_an_activation_that_is_none_is_named_before_anything_runs(activation, words):

@@ -22,6 +22,7 @@ from skipless.theory.shapes import (
     DenseShape,
     ExponentialShape,
     PlainShape,
+    ShapeByHead,
     SymmetricExponentialShape,
     SymmetricUniformShape,
     UniformShape,
@@ -352,3 +353,33 @@ def test_rounding_of_a_gain(impl, dtype, kind, gain):
     case = packed_case("exponential-repeats") if kind == "packed" else Case.make(SHAPES[kind](100), 100)
     case.gain = gain.to(DEVICE)
     assert_rounded(case, impl, dtype)
+
+
+SECOND = {
+    "alone": {"shape": CAUSAL["exponential-repeats"](9)},
+    "shared keys, gain": {"shape": CAUSAL["exponential"](9), "kv_heads": 2, "gain": GAINS[-1]},
+    "by head": {"shape": ShapeByHead([CAUSAL["exponential"](9), *[ExponentialShape.between(1.0, 0.3)] * 3])},
+    "packed": {"shape": CAUSAL["exponential"](9), "layout": Layout.packed(torch.tensor([[0] * 4 + [1] * 4 + [-1]]))},
+}
+
+
+@pytest.mark.parametrize("impl", [name for name in ("auto", "sdpa", "triton") if name in ("auto", *RUNNERS)])
+@pytest.mark.parametrize("kind", SECOND)
+def test_gradients_may_be_differentiated_again(impl, kind):
+    """By the definition, also where keys are made of the queries, whose gradient must not count them twice."""
+    made = {"gain": None, "layout": None} | SECOND[kind]
+    case = Case.make(made["shape"], 9, kv_heads=made.get("kv_heads", HEADS))
+    dtype = torch.float32 if impl == "triton" else torch.float64
+    layout = None if made["layout"] is None else made["layout"].to(DEVICE)
+
+    def second(impl: str) -> list[Tensor]:
+        q = case.q.to(dtype).requires_grad_()
+        gain = None if made["gain"] is None else made["gain"].to(DEVICE, dtype).requires_grad_()
+        wanted = [tensor for tensor in (q, gain) if tensor is not None]
+        k, v = q[:, : case.k.shape[1]].sin(), case.v.to(dtype)
+        out = shaped_attention(q, k, v, case.shape, impl=impl, layout=layout, bias_gain=gain)
+        slopes = torch.autograd.grad(out.square().sum(), wanted, create_graph=True)
+        return [*slopes, *torch.autograd.grad(sum(slope.square().sum() for slope in slopes), wanted)]
+
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(second(impl), second("reference"), **close)

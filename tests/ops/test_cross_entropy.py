@@ -275,3 +275,11 @@ def test_it_can_be_captured_in_a_graph():
     graph.replay()
     assert torch.equal(loss, eager)
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_targets_may_be_any_integers(dtype):
+    hidden, weight, targets = torch.randn(5, 8), torch.randn(11, 8, requires_grad=True), torch.tensor([0, 10, 3, 3, 7])
+    torch.testing.assert_close(
+        linear_cross_entropy(hidden, weight, targets.to(dtype)), linear_cross_entropy(hidden, weight, targets)
+    )

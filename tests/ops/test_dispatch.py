@@ -1,6 +1,7 @@
 """shaped_attention's border: what it refuses and in which words, what "auto" chooses, what autocast may not touch."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_shapes_that_do_not_fit():
     table = SymmetricExponentialShape(ExponentialStep.between(0.5, 0.4))
     refused(r"2 queries and 5 keys.*depends on the length.*another sequence takes Plain", q[:, :, :2], k, v, table)
     parts = BiasVectors.of(SPA, 5)
-    halved = parts.with_tensors(column=parts.column.bfloat16())
+    halved = replace(parts, column=parts.column.bfloat16())
     refused("column of the shape is torch.bfloat16, which moves the bias by up to 6e-2", q, k, v, halved)
     if torch.cuda.is_available():
         refused(r"vectors are on cuda:0 and q on cpu; use BiasVectors.to\('cpu'\)", q, k, v, parts.to("cuda"))

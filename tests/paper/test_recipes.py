@@ -109,14 +109,6 @@ def test_one_call_trains_and_another_loads(folder, tmp_path, monkeypatch):
         skipless.train("wikitext103/e-spa", out="runs/e-spa", **settings, **SMALL, **CPU)
 
 
-def test_a_scheme_by_its_name_takes_the_repeat_rate_of_the_tokens(folder, tmp_path):
-    skipless.train("mirrored/e-spa", data=folder, out=tmp_path / "run", scheme="u-spa", steps=2, **SMALL, **CPU)
-    rate = read_manifest(folder).splits["train"].repeat_rate
-    assert read_experiment(tmp_path / "run").model.scheme == skipless.UniformSPA(repeat_rate=round(rate or 0.0, 3))
-    whole = {"model.scheme": skipless.UniformSPA(repeat_rate=0.5)}  # whole, it is given with all its fields
-    assert settle(*plan("mirrored/e-spa", folder), whole).model.scheme == whole["model.scheme"]
-
-
 def test_validation_text_is_prepared_beforehand(tmp_path):
     """data.valid names a prepared folder, as in training; one that is none is said before the corpus is read."""
     text = tmp_path / "text.txt"
@@ -166,6 +158,7 @@ def test_a_mirrored_recipe_of_another_size_has_the_measured_law():
 def test_a_scheme_by_its_name_alone_has_the_repeat_rate_of_the_tokens(folder):
     experiment, given = plan("e-spa", folder)
     rate = round(read_manifest(folder).splits["train"].repeat_rate or 0.0, 3)
-    for scheme, expected in (("u-spa", rate), ('{"kind": "u-spa", "repeat_rate": 0.5}', 0.5)):
+    whole = skipless.UniformSPA(repeat_rate=0.5)  # is given with all its fields, as its JSON is
+    for scheme, expected in (("u-spa", rate), ('{"kind": "u-spa", "repeat_rate": 0.5}', 0.5), (whole, 0.5)):
         found = settle(experiment, given, {"model.scheme": scheme}).model.scheme
         assert (type(found).__name__, found.repeat_rate) == ("UniformSPA", expected)

@@ -9,7 +9,7 @@ from torch import nn
 from skipless.data.loader import Batch
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
-from skipless.ops.precision import HALF, autocast
+from skipless.ops.modes import HALF, autocast
 from skipless.theory.schemes import ExponentialSPA
 from skipless.training import trainer
 from skipless.training.config import OptimizerConfig, TrainConfig

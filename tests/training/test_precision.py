@@ -10,7 +10,7 @@ from skipless.data.loader import Batch
 from skipless.model.presets import preset
 from skipless.model.transformer import Transformer
 from skipless.ops.cross_entropy import linear_cross_entropy
-from skipless.ops.precision import autocast, loss_scale
+from skipless.ops.modes import autocast, loss_scale
 from skipless.training import trainer
 from skipless.training.config import OptimizerConfig, TrainConfig
 from skipless.training.distributed import World

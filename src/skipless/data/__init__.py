@@ -1,6 +1,6 @@
 """Corpora, tokenizers, token shards and the stateless loader; pictures and their arrays. Knows no model.
 
-Read in the order text, formats, tokenizer, prepare, folder, store, loader; then image_files, image_store, image_loader.
+Read in the order text, formats, tokenizer, prepare, store, loader; then image_files, image_store, image_loader.
 Only loaders import torch.
 """
 

@@ -140,6 +140,10 @@ class ImageStore:
         self._one_reader = threading.Lock()
         weakref.finalize(self, os.close, self._handle)
 
+    def __reduce__(self) -> tuple:
+        """A copy in another process, as a DataLoader's, opens the files itself."""
+        return ImageStore, (self.folder, self.split)
+
     def __len__(self) -> int:
         return len(self.labels)
 

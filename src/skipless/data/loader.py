@@ -70,6 +70,9 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+_permutation = lru_cache(maxsize=16)(Permutation)
+
+
 class Shuffle:
     """Which of `size` samples this rank sees at a step, of `batch_size` over all ranks together.
 
@@ -88,7 +91,7 @@ class Shuffle:
             nearest = " or ".join(str(size) for size in (below, above) if size)
             raise ValueError(f"batch_size={batch_size} does not divide over {world} ranks: use {nearest}")
         self.size, self.batch_size, self.rank, self.world = size, batch_size, rank, world
-        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(size, seed, epoch))
+        self._seed = seed
 
     def samples(self, step: int) -> np.ndarray:
         """g of every row that this rank sees at `step`, (batch_size / world,)."""
@@ -105,7 +108,7 @@ class Shuffle:
         found = np.empty(len(samples), dtype=np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = self._order(int(epoch))(positions[here])
+            found[here] = _permutation(self.size, self._seed, int(epoch))(positions[here])
         return found
 
     def share(self, first: int) -> np.ndarray:

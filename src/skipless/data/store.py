@@ -199,6 +199,10 @@ class TokenStore:
         self._ends = np.cumsum([shard.tokens for shard in self.shards])
         self._starts = self._ends - [shard.tokens for shard in self.shards]
 
+    def __reduce__(self) -> tuple:
+        """A copy in another process, as a DataLoader's, opens the files itself."""
+        return TokenStore, (self.folder, self.split, "never")
+
     def __len__(self) -> int:
         return int(self._ends[-1])
 

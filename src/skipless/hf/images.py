@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from skipless.model.config import Images
-from skipless.ops.transforms import is_readable
+from skipless.ops.modes import is_readable
 
 _WHITE = 255.0
 _BEYOND = 10.0  # times what an image can reach: noise stays below, raw pixels do not

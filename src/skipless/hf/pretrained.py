@@ -19,7 +19,7 @@ from skipless.model.fold import FoldedTransformer
 from skipless.model.transformer import Transformer
 from skipless.nn.attention import ShapedAttention
 from skipless.ops.layout import Layout
-from skipless.ops.precision import without_autocast
+from skipless.ops.modes import without_autocast
 from skipless.ops.reference import attend_with_weights
 
 

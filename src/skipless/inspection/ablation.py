@@ -24,7 +24,7 @@ from skipless.inspection.inspection import Inspection
 from skipless.inspection.stacks import find_blocks, hidden, listening
 from skipless.model.quantise import QUANTISATIONS, Quantisation, quantised
 from skipless.model.transformer import Transformer
-from skipless.ops.precision import HALF, autocast
+from skipless.ops.modes import HALF, autocast
 
 _ROWS = 16  # at once
 _RIDGE = 1e-6  # of the mean of the diagonal, so that the normal equations of few tokens have a solution

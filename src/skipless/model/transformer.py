@@ -19,7 +19,7 @@ from skipless.ops.bias import BiasVectors
 from skipless.ops.cross_entropy import linear_cross_entropy
 from skipless.ops.layout import PADDING, Layout
 from skipless.ops.linear import is_plain_linear
-from skipless.ops.transforms import is_readable
+from skipless.ops.modes import is_readable
 from skipless.theory.shapes import AttentionShape
 
 

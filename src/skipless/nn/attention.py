@@ -18,7 +18,7 @@ from skipless.theory.feasibility import nearest_divisor
 from skipless.theory.propagation import QueryKeyInit, ValueOutput
 from skipless.theory.shapes import AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
-_SHORTEST_STORED = 512
+_SHORTEST_STORED = 4096  # 48 KB a block, built in a millisecond
 
 
 class LayerCache(Protocol):
@@ -100,6 +100,7 @@ class ShapedAttention(nn.Module):
         self.sharded = False  # True where the matrices are whole only while they are used, as under FSDP2
         self._bias: BiasVectors | None = None
         self._store_bias()
+        self.register_load_state_dict_post_hook(_store_bias_of)  # parameters may come from the meta device there
 
     def reset_parameters(self, query_key: QueryKeyInit = "zero-query", orthogonal: bool = True, scale: float = 0.1):
         """Initialise all weights; query_key says how the query-key product starts at (or near) zero. Sec. 3.3.
@@ -181,12 +182,18 @@ class ShapedAttention(nn.Module):
         dtype or a longer input.
 
         All blocks store vectors of one length, the next power of two, so that compiled blocks share a graph. They are
-        built outside of a graph: with torch.compile(fullgraph=True) run once as it is what is longer than 512.
+        built outside of a graph: with torch.compile(fullgraph=True) run once as it is what is longer than 4096.
         """
         stored = self._bias
         if stored is None or stored.device != device or stored.dtype != dtype or not _reaches(stored, length):
             shape = PlainShape(self.shape.causal) if isinstance(self.shape, IdentityShape) else self.shape
-            build = _build_untraced if torch.compiler.is_compiling() else _build_bias
+            build = _build_bias
+            if torch.compiler.is_compiling():
+                build = _build_untraced
+                torch._dynamo.graph_break(
+                    msg=f"this ShapedAttention has not yet met {length} locations: call it once on as many outside of "
+                    "torch.compile, and a graph will find its shape"
+                )
             with torch.inference_mode(False):  # training may come after, with the same vectors
                 self._bias = stored = build(shape, length, device, dtype)
         return stored
@@ -312,6 +319,10 @@ def _for_each(values: Tensor, keys: Tensor) -> Tensor:
     """The keys, repeated for each head of values: grouped queries share keys, but not values that are the input."""
     groups = values.shape[1] // keys.shape[1]
     return keys if groups == 1 else keys.repeat_interleave(groups, dim=1)
+
+
+def _store_bias_of(attention: ShapedAttention, _) -> None:
+    attention._store_bias()
 
 
 def _reaches(bias: BiasVectors, length: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from skipless.ops.transforms import is_readable
+from skipless.ops.modes import is_readable
 
 _NORMALISED = 10.0  # deviations that no pixel is away from the mean
 

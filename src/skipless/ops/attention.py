@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from skipless.ops import flex, gpu, reference
 from skipless.ops.bias import AttentionInputs, BiasVectors, check_kinds
 from skipless.ops.layout import Layout, kernel_layout, kernel_sides
-from skipless.ops.precision import without_autocast
-from skipless.ops.transforms import is_transformed
+from skipless.ops.modes import is_traced, is_transformed, without_autocast
 from skipless.theory.shapes import AttentionShape
 
 logger = logging.getLogger("skipless")
@@ -88,10 +87,10 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
     rotation: rotary positions; q and k are rotated first.
     qkv: the product (batch, T, features) that q, k and v, or q and k alone, are slices of, in this order. The GPU
         kernels then rotate by themselves and give its gradient at once: see `rotary_attention`.
-    impl: "reference" (dense, the definition, with derivatives of any order), "sdpa" (torch's fused kernel with a dense
-        bias), "flex" (FlexAttention, no T×T tensor), "triton" (GPU kernels of our own; T×T only in gradients of short
-        rows, 512 MiB at most), or "auto", which logs its choice and reason under "skipless". An impl that cannot run
-        this raises RuntimeError.
+    impl: "reference" (dense, the definition), "sdpa" (torch's fused kernel with a dense bias), "flex" (FlexAttention,
+        no T×T tensor), "triton" (GPU kernels of our own; T×T only in gradients of short rows, 512 MiB at most), or
+        "auto", which logs its choice and reason under "skipless". An impl that cannot run this raises RuntimeError.
+        Gradients that are differentiated again are the definition's (with "flex", which cannot, torch says so).
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
@@ -110,7 +109,35 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
             q, k = rotation.rotate(q), rotation.rotate(k)
             inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias, decoding)
         attend = _implementation(impl, inputs).attend
-        return torch.cat([attend(part) for part in inputs.by_run()], dim=1) if shape.runs else attend(inputs)
+        out = torch.cat([attend(part) for part in inputs.by_run()], dim=1) if shape.runs else attend(inputs)
+    if is_traced() or attend is reference.attend or not inputs.needs_grad:
+        return out
+    return _TwiceDifferentiable.apply(out, q, k, v, bias_gain, score_bias, shape, layout, decoding)
+
+
+class _TwiceDifferentiable(torch.autograd.Function):
+    """`out` as it is. Where its gradient is recorded, by create_graph=True, it is that of the definition: those of
+    fused kernels have no gradients themselves."""
+
+    @staticmethod
+    def forward(ctx, out: Tensor, *inputs) -> Tensor:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.rest = inputs[5:]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, *upstream: Tensor):
+        if not torch.is_grad_enabled():
+            return upstream[0], *[None] * 8
+        # as views, whose gradients end here: keys may be made of the queries
+        tensors: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+        (q, k, v, *terms), (bias, layout, decoding) = tensors, ctx.rest
+        with without_autocast(q.device):
+            out = reference.attend(AttentionInputs(q, k, v, bias, layout, *terms, decoding))
+        needed = ctx.needs_input_grad[1:6]
+        wanted = [t for t, asked in zip(tensors, needed, strict=True) if asked]
+        slopes = iter(torch.autograd.grad(out, wanted, upstream[0], create_graph=True))
+        return None, *(next(slopes) if asked else None for asked in needed), None, None, None
 
 
 def rotary_attention(inputs: AttentionInputs, qkv: Tensor, rotation: Rotation, impl: str) -> Tensor | None:

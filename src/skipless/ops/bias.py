@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skipless.ops.layout import Layout
-from skipless.ops.transforms import is_readable
+from skipless.ops.modes import is_readable
 from skipless.theory import shapes
 from skipless.theory.shapes import AlibiShape, AttentionShape, IdentityShape, PlainShape, ShapeByHead
 
@@ -37,8 +37,7 @@ class BiasVectors:
     depends on the length, and is right for sequences of `reach` locations only. plain says that B is 0 and D is 1,
     sloped_rows that there are both a slope and a row term.
 
-    The tensors are float32 or float64 whatever the dtype of q: in bfloat16 they would move B by up to 6e-2. A module
-    that registers them as buffers must keep `.to(bfloat16)` away from them, and puts them back by `with_tensors`.
+    The tensors are float32 or float64 whatever the dtype of q: in bfloat16 they would move B by up to 6e-2.
     """
 
     slope: Tensor
@@ -137,16 +136,12 @@ class BiasVectors:
         return self.column.device
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, those that are None left out: what a module registers as non-persistent buffers."""
+        """The tensors by name, those that are None left out."""
         return {name: getattr(self, name) for name in _TENSORS if getattr(self, name) is not None}
-
-    def with_tensors(self, **tensors: Tensor) -> "BiasVectors":
-        """These vectors with other tensors: what a module builds from its buffers on each forward."""
-        return replace(self, **tensors)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "BiasVectors":
         """The vectors on another device or, for float32 and float64, in another dtype."""
-        return self.with_tensors(**{name: t.to(device=device, dtype=dtype) for name, t in self.tensors().items()})
+        return replace(self, **{name: t.to(device=device, dtype=dtype) for name, t in self.tensors().items()})
 
     def for_kernels(self, gain: Tensor | None = None) -> "KernelBias":
         """What the GPU kernels read, in the order of their operators' arguments; a shape with a table has none."""
@@ -326,8 +321,7 @@ def _check_bias(inputs: AttentionInputs) -> None:
     for name, tensor in bias.tensors().items():
         if tensor.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"{name} of the shape is {tensor.dtype}, which moves the bias by up to 6e-2; keep it in float32 "
-                "(module.to(bfloat16) casts buffers too: restore them afterwards)"
+                f"{name} of the shape is {tensor.dtype}, which moves the bias by up to 6e-2; keep it in float32"
             )
     if bias.runs and sum(bias.runs) != q.shape[1]:
         raise ValueError(f"the shape is by head, of {sum(bias.runs)}, and q has {q.shape[1]} heads; give one for each")

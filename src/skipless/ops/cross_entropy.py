@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.ops.linear import product_dtype
-from skipless.ops.precision import without_autocast
-from skipless.ops.transforms import is_transformed
+from skipless.ops.modes import is_transformed, without_autocast
 
 # Logits at once: 8192 tokens of a vocabulary of 32,000 are one chunk, half a GB in bfloat16.
 _LOGITS_AT_ONCE = 2**28
@@ -37,6 +36,7 @@ def linear_cross_entropy(
     is a RuntimeError.
     """
     _check(hidden, weight, targets, chunk)
+    targets = targets.long()
     if counted is not None:
         _check_counted(counted, targets)
         hidden, targets = hidden.masked_fill(~counted[..., None], 0.0), targets.masked_fill(~counted, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
-from skipless.ops.transforms import is_readable
+from skipless.ops.modes import is_readable
 
 PADDING = -1
 T = TypeVar("T")

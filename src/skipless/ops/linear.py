@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.ops import gpu
-from skipless.ops.precision import autocasts
+from skipless.ops.modes import autocasts
 
 _HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)

@@ -118,8 +118,8 @@ def base_name(base: Any) -> str:
     name = next((name for name, each in _SMOOTH.items() if callable(base) and each.source is base), None)
     if name is None:
         raise ValueError(
-            f"the activation is {base!r}; it must be a name, or a function that has one, so that a checkpoint can say "
-            "it: @skipless.register_activation('mine')"
+            f"the activation is {base!r}; it must be a name such as 'gelu', so that a checkpoint can say it, or a "
+            "function of your own that has one: @skipless.register_activation('mine')"
         )
     return name
 

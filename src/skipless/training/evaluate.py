@@ -20,7 +20,7 @@ from skipless.data.tokenizer import Tokenizer
 from skipless.model.config import ModelConfig
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
-from skipless.ops.precision import autocast
+from skipless.ops.modes import autocast
 from skipless.training.config import Precision
 from skipless.training.distributed import plain
 

@@ -21,7 +21,7 @@ from skipless.data.image_loader import AnyBatch
 from skipless.data.loader import Prefetch
 from skipless.model.transformer import Transformer
 from skipless.ops.layout import Layout
-from skipless.ops.precision import HALF, autocast, loss_scale
+from skipless.ops.modes import HALF, autocast, loss_scale
 from skipless.training.accuracy import ImageResult
 from skipless.training.checkpoint import checkpoints_until, discard_from, load_checkpoint, save_checkpoint, save_weights
 from skipless.training.config import Experiment, TrainConfig

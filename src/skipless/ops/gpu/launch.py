@@ -400,10 +400,13 @@ def _(dout, q, k, v, *rest):
 def _save(ctx, inputs, output) -> None:
     q, k, v, *bias, layout, causal = inputs
     ctx.save_for_backward(q, k, v, *output, *bias, *layout)
+    ctx.set_materialize_grads(False)
     ctx.causal = causal
 
 
-def _differentiate(ctx, dout: Tensor, dlse: Tensor):
+def _differentiate(ctx, dout: Tensor | None, dlse: Tensor | None):
+    if dout is None:  # as where the gradient is the definition's, to be differentiated again
+        return *[None] * 9, [None] * (len(ctx.saved_tensors) - 11), None
     q, k, v, out, lse, slope, column, diagonal, row_scale, row, gain, *layout = ctx.saved_tensors
     bias = KernelBias(slope, column, diagonal, row_scale, row, gain)
     *gradients, by_gain = shaped_attention_backward(dout, q, k, v, out, lse, *bias, layout, ctx.causal)
