@@ -7,7 +7,7 @@ from statistics import median
 
 from torch import nn
 
-from skipless.inspection.evidence import Evidence, at, nothing_left
+from skipless.inspection.evidence import Diagnosis, Evidence, at, nothing_left
 from skipless.inspection.faults import first_fault
 from skipless.inspection.inputs import own_network
 from skipless.inspection.inspection import BlockSignal
@@ -53,7 +53,7 @@ class Structure:
         return cls(len(blocks), shortcuts, norms, norms and constant)
 
 
-def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | None = None) -> tuple[Verdict, str]:
+def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | None = None) -> Diagnosis:
     """The verdict and what to change.
 
     A block that is at fault by itself comes first, unless the forward signal was lost before it; otherwise the first
@@ -62,12 +62,12 @@ def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | 
     limits, signals = thresholds or Thresholds(), evidence.signals
     lost = _broken(signals) or _collapsed(signals, limits) or _norms_lost(signals, structure, limits)
     fault = first_fault(evidence)
-    if fault is not None and (lost is None or lost.block is None or fault.block <= lost.block):
-        return fault.verdict, fault.advice
+    if fault is not None and (lost is None or (fault.verdict.block or 0) <= (lost.block or 0)):
+        return fault
     verdict = lost or _gradients_lost(signals, limits) or _preserved(signals, structure, limits)
     if verdict.kind == "preserved":
-        return verdict, ""
-    return verdict, f"{advise(verdict, signals, structure)}{_drawn_large(evidence) if verdict.lost else ''}"
+        return Diagnosis(verdict, "")
+    return Diagnosis(verdict, f"{advise(verdict, signals, structure)}{_drawn_large(evidence) if verdict.lost else ''}")
 
 
 def _drawn_large(evidence: Evidence) -> str:

@@ -19,12 +19,13 @@ _MATRICES = ("query", "key", "value", "output", "mlp")
 
 
 @dataclass(frozen=True)
-class Fault:
-    """The verdict on one block, and what to look at there."""
+class Diagnosis:
+    """The verdict, and what to change or to look at. at_fault: whether the verdict's block itself is to blame, rather
+    than the place where a signal is lost that many blocks wear down."""
 
-    block: int
     verdict: Verdict
     advice: str
+    at_fault: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def at(each: BlockSignal) -> str:
     return "at the input, before any block" if each.block == 0 else f"at block {each.which}"
 
 
-def blame(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Fault:
-    """The fault of the block that a signal is of."""
-    return Fault(each.block, Verdict(kind, each.block, text), advice)
+def blame(each: BlockSignal, kind: VerdictKind, text: str, advice: str) -> Diagnosis:
+    """The block that a signal is of is at fault. The first words of the text name it."""
+    return Diagnosis(Verdict(kind, each.block, text), advice, at_fault=True)
 
 
 def nothing_left(each: BlockSignal) -> Verdict | None:

@@ -1,8 +1,8 @@
 """Faults of single blocks: what sets one apart from its siblings, and the parameter that does it.
 
-A rule reads the evidence on one block and gives a Fault or None. A new one goes into _RULES at the end of this file,
-behind those that name a deeper cause of what it sees; rules of shortcuts and attention are in branches.py, and what may
-be meant is no fault but a note (notes.py).
+A rule reads the evidence on one block and gives a Diagnosis or None. A new one goes into _RULES at the end of this
+file, behind those that name a deeper cause of what it sees; rules of shortcuts and attention are in branches.py, and
+what may be meant is no fault but a note (notes.py).
 """
 
 import math
@@ -19,7 +19,17 @@ from skipless.inspection.branches import (
     other_gain,
     other_scale,
 )
-from skipless.inspection.evidence import CUTS, Evidence, Fault, apart, at, blame, listed, nothing_left, odd_parameters
+from skipless.inspection.evidence import (
+    CUTS,
+    Diagnosis,
+    Evidence,
+    apart,
+    at,
+    blame,
+    listed,
+    nothing_left,
+    odd_parameters,
+)
 from skipless.inspection.inspection import BlockSignal
 from skipless.theory.certificate import VerdictKind
 
@@ -41,7 +51,7 @@ _BOUNDED = 1.6
 _CUT = 1.1  # how much larger entries of what is read are; sums of sines lie about the bound by themselves
 
 
-def first_fault(evidence: Evidence) -> Fault | None:
+def first_fault(evidence: Evidence) -> Diagnosis | None:
     """The first faulty block, or None.
 
     What is not finite comes first, since nothing behind it can be judged; then what sets a block apart, from the first
@@ -54,7 +64,7 @@ def first_fault(evidence: Evidence) -> Fault | None:
     return next(filter(None, tried), None) or cut_shortcut(evidence) or _gradient_jump(evidence)
 
 
-def _not_finite(evidence: Evidence) -> Fault | None:
+def _not_finite(evidence: Evidence) -> Diagnosis | None:
     spoiled = next((each for each in evidence.signals if not math.isfinite(each.norm_max)), None)
     last = evidence.depth if spoiled is None else spoiled.block
     for block, weights in enumerate(evidence.weights[:last], start=1):
@@ -79,7 +89,7 @@ def _not_finite(evidence: Evidence) -> Fault | None:
     return blame(spoiled, "explosion", f"Activations are not finite {at(spoiled)}.", look)
 
 
-def _cut(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _cut(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A block that gives something outside the graph, or hands no gradient back though one reaches it."""
     if each.attached is False:
         text = f"No gradient passes block {each.which}: what it gives is detached from the graph."
@@ -106,7 +116,7 @@ def _handed_back(before: BlockSignal, each: BlockSignal) -> float | None:
     return before.gradient_mean if each.gradient_back is None else each.gradient_back
 
 
-def _gradient_jump(evidence: Evidence) -> Fault | None:
+def _gradient_jump(evidence: Evidence) -> Diagnosis | None:
     """From the output backwards, the first block whose backward pass spoils the gradient by itself."""
     for before, each in reversed(list(pairwise(evidence.signals))):
         arrived, back = each.gradient_mean, _handed_back(before, each)
@@ -137,13 +147,13 @@ def _usual(before: BlockSignal, each: BlockSignal) -> tuple[float, float]:
     return least, most
 
 
-def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _zeros(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     before, dead = evidence.signals[each.block - 1], nothing_left(each)
     if dead is not None:
         look = f"Look for a mask that {each.name} multiplies its output by."
         if each.norm_mean == 0:
             look = f"Look at what {each.name} multiplies its output by.{_suspect(evidence, each)}"
-        return Fault(each.block, dead, look)
+        return Diagnosis(dead, look, at_fault=True)
     if each.norm_min == 0 < before.norm_min:
         text = f"Some locations are zero {at(each)}, though none was before it."
         look = (
@@ -153,7 +163,7 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return None
 
 
-def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _parameters(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
     for label, why in odd_parameters(evidence, each.block):
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
@@ -189,7 +199,7 @@ def _suspect(evidence: Evidence, each: BlockSignal) -> str:
     return "" if odd is None else f" Its {odd[0]} {odd[1]}."
 
 
-def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _unused(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Parameters that nothing depends on, where the other blocks use theirs of that name."""
     if not evidence.unused or not (each.gradient_mean or 0.0) > 0:
         return None
@@ -208,7 +218,7 @@ def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _idle_norm(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _idle_norm(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A norm that does not bring each location to one size."""
     idle = evidence.norms[each.block - 1] if evidence.norms else ()
     if not idle:
@@ -224,7 +234,7 @@ def _idle_norm(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _not_read(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A block whose output nothing reads: the next one that gets a gradient hands it to what came before both.
 
     Where a block behind cuts the graph, that one hands nothing back, and is the one at fault.
@@ -240,7 +250,7 @@ def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A factor on the gradient between a block and the next, which hands back more than arrives."""
     following = evidence.signals[each.block + 1 : each.block + 2]
     arrived, handed = each.gradient_mean, following[0].gradient_back if following else 1.0
@@ -254,7 +264,7 @@ def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _never_negative(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """An activation on the stream itself, where a branch was meant."""
     before = evidence.signals[each.block - 1]
     if each.least is None or before.least is None or not before.least < 0 <= each.least:
@@ -267,7 +277,7 @@ def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _bounded(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _bounded(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A stream that is cut off: no entry is much larger than the typical one, though entries of what is read are."""
     before = evidence.signals[each.block - 1]
     if not each.outlier < _BOUNDED <= before.outlier or each.outlier * _CUT > before.outlier:
@@ -281,7 +291,7 @@ def _bounded(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _norm_jump(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A factor on the whole stream: at every location, since a few may grow by as much in sound networks."""
     before, after = evidence.signals[each.block - 1], evidence.signals[each.block + 1 : each.block + 2]
     if not before.norm_min > 0 or not each.norm_min > 0:
@@ -310,7 +320,7 @@ def in_one_channel(each: BlockSignal) -> bool:
     return each.kurtosis > 10 and each.kurtosis > 0.1 * each.outlier**2
 
 
-def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _alike(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     before = evidence.signals[each.block - 1]
     if in_one_channel(each) and not in_one_channel(before) and each.cosine_mean > _ALIKE:
         text = f"One channel holds nearly all of the norm {at(each)}, so that all locations point the same way."
@@ -337,7 +347,7 @@ def _on_one_line(each: BlockSignal) -> bool:
     return apart or min(map(abs, each.cosine_quantiles)) > _ALIKE
 
 
-def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _unchanged(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A block that hands on what it reads, unlike the others."""
     same = [_is_same(before, after) for before, after in pairwise(evidence.signals)]
     if not same[each.block - 1] or not (2 * sum(same) < len(same) or len(same) == 1):
@@ -354,7 +364,7 @@ def _is_same(before: BlockSignal, after: BlockSignal) -> bool:
     return alike and after.kept is not None and abs(after.kept - 1.0) < 1e-12
 
 
-def _no_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _no_gradient(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Matrices that no gradient reaches though one reaches the block."""
     silent = _silent(evidence, each) if (each.gradient_mean or 0.0) > 0 else []
     if not silent:
@@ -418,7 +428,7 @@ def _relative(evidence: Evidence, label: str) -> dict[int, float]:
     return found
 
 
-def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Rows or locations that reach the block's output but get no gradient before it."""
     before = evidence.signals[each.block - 1]
     if before.gradient_zeros is None or each.gradient_zeros is None or before.gradient_zeros >= 1:
@@ -455,7 +465,7 @@ _LEAKS = {
 }
 
 
-def _leak(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _leak(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     for kind, (what, where) in _LEAKS.items():
         if evidence.leaks.get(kind) == each.block:
             text = f"Block {each.which} {what}."

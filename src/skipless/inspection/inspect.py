@@ -302,9 +302,17 @@ def judged(
     notes: Iterable[str] = (),
 ) -> Inspection:
     """The inspection of one stack."""
-    verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, evidence.signals), thresholds)
-    measured = recorder.kernels, recorder.locations
-    return Inspection(name, evidence.signals, verdict, advice, *measured, tuple(notes))
+    found = diagnose(evidence, Structure.of(model, recorder.blocks, evidence.signals), thresholds)
+    return Inspection(
+        name,
+        evidence.signals,
+        found.verdict,
+        found.advice,
+        kernels=recorder.kernels,
+        locations=recorder.locations,
+        notes=tuple(notes),
+        at_fault=found.at_fault,
+    )
 
 
 def at_fault(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
