@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from torch import nn
-
 from skipless.inspection.evidence import Diagnosis, Evidence, at, nothing_left
 from skipless.inspection.faults import first_fault
 from skipless.inspection.inputs import own_network
@@ -36,11 +34,9 @@ class Structure:
     config: ModelConfig | None = None
 
     @classmethod
-    def of(
-        cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], signals: Sequence[BlockSignal]
-    ) -> "Structure":
+    def of(cls, evidence: Evidence) -> "Structure":
         """By our configuration, else by the modules' names and by what was measured."""
-        own = own_network(model)
+        own, blocks, signals = own_network(evidence.model), evidence.blocks, evidence.signals
         if own is not None:
             config = own.config
             skips = (config.attention_skip, config.mlp_skip)
@@ -53,13 +49,13 @@ class Structure:
         return cls(len(blocks), shortcuts, norms, norms and constant)
 
 
-def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | None = None) -> Diagnosis:
+def diagnose(evidence: Evidence, thresholds: Thresholds | None = None) -> Diagnosis:
     """The verdict and what to change.
 
     A block that is at fault by itself comes first, unless the forward signal was lost before it; otherwise the first
     block where it is lost, collapse before norms before gradients.
     """
-    limits, signals = thresholds or Thresholds(), evidence.signals
+    limits, signals, structure = thresholds or Thresholds(), evidence.signals, Structure.of(evidence)
     lost = _broken(signals) or _collapsed(signals, limits) or _norms_lost(signals, structure, limits)
     fault = first_fault(evidence)
     if fault is not None and (lost is None or (fault.verdict.block or 0) <= (lost.block or 0)):

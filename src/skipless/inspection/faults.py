@@ -19,18 +19,9 @@ from skipless.inspection.branches import (
     other_gain,
     other_scale,
 )
-from skipless.inspection.evidence import (
-    CUTS,
-    Diagnosis,
-    Evidence,
-    apart,
-    at,
-    blame,
-    listed,
-    nothing_left,
-    odd_parameters,
-)
+from skipless.inspection.evidence import CUTS, Diagnosis, Evidence, at, blame, listed, nothing_left
 from skipless.inspection.inspection import BlockSignal
+from skipless.inspection.siblings import apart, odd_parameters
 from skipless.theory.certificate import VerdictKind
 
 # Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
@@ -467,7 +458,7 @@ _LEAKS = {
 
 def _leak(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     for kind, (what, where) in _LEAKS.items():
-        if evidence.leaks.get(kind) == each.block:
+        if evidence.seen.leaks.get(kind) == each.block:
             text = f"Block {each.which} {what}."
             return blame(each, "leak", text, f"Look in {each.name} for {where}.")
     return None

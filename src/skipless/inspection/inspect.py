@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.diagnosis import Structure, diagnose, from_behind
+from skipless.inspection.diagnosis import diagnose, from_behind
 from skipless.inspection.evidence import Evidence
-from skipless.inspection.gradients import BlockGradients, GradientTaker, Weight, weights_of
+from skipless.inspection.gradients import BlockGradients, GradientTaker, weights_of
 from skipless.inspection.hooks import Recorder, undisturbed
 from skipless.inspection.inputs import (
     Batch,
@@ -90,16 +90,15 @@ def inspect(
         complete = in_order(recorders)
         if not complete:
             raise ValueError(_not_run(recorders))
-        weights, idle, beside = _held(model, recorders)
-        seen = _probed(model, batch, complete)
+        (beside,) = idle_norms([_outside(model, recorders)])
+        seen = zip(complete, _probed(model, batch, complete), strict=True)
+        alone = [_evidence(model, recorder, gradients, each) for recorder, each in seen]
     found = []
-    every = [_evidence(each, gradients, weights, idle) for each in complete]
-    for recorder, each, own in zip(complete, seen, every, strict=True):
-        evidence = replace(own, wired=each.wired, leaks=each.leaks, kin=_kin(recorder, complete, every))
+    for recorder, own in zip(complete, alone, strict=True):
+        evidence = _with_others(own, [each for each in alone if each is not own])
         if native is not None:
             evidence = replace(evidence, signals=_with_theory(evidence.signals, native, recorder))
-        said = on_stack(model, recorder.blocks, evidence, each)
-        found.append(judged(model, name, recorder, evidence, thresholds, said))
+        found.append(judged(name, recorder, evidence, thresholds, on_stack(evidence)))
     whole = at_fault(found, recorders)
     return replace(whole, notes=(*whole.notes, *notes, *idle_outside(beside)))
 
@@ -206,16 +205,6 @@ def _not_run(recorders: Sequence[Recorder]) -> str:
     return f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]"
 
 
-def _held(
-    model: nn.Module, recorders: Sequence[Recorder]
-) -> tuple[dict[str, Mapping[str, Weight]], dict[str, Sequence[str]], Sequence[str]]:
-    """By the block's name its parameters and its norms that do not normalise; and such norms outside the blocks."""
-    every = [block for recorder in in_order(recorders) for block in recorder.blocks]
-    names, modules = [name for name, _ in every], [module for _, module in every]
-    *idle, beside = idle_norms([*(module.named_modules() for module in modules), _outside(model, recorders)])
-    return dict(zip(names, weights_of(modules), strict=True)), dict(zip(names, idle, strict=True)), beside
-
-
 def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> list[Seen]:
     """What each stack sees; of two kinds of ids, of those that enter it."""
     watched = [_watched(recorder) for recorder in recorders]
@@ -247,36 +236,34 @@ def _watched(recorder: Recorder) -> Watched:
     return Watched(blocks, recorder.swapped, causal, bool(ahead), named)
 
 
-def _evidence(
-    recorder: Recorder,
-    gradients: Mapping[str, BlockGradients],
-    weights: Mapping[str, Mapping[str, Weight]],
-    idle: Mapping[str, Sequence[str]],
-) -> Evidence:
-    """What was measured in a stack itself; the others are by block of all stacks."""
-    names = [name for name, _ in recorder.blocks]
-    taken, held = [gradients[name] for name in names], [weights[name] for name in names]
+def _evidence(model: nn.Module, recorder: Recorder, gradients: Mapping[str, BlockGradients], seen: Seen) -> Evidence:
+    """What was measured in a stack itself. gradients: by the block's name."""
+    modules = [block for _, block in recorder.blocks]
+    weights, taken = weights_of(modules), [gradients[name] for name, _ in recorder.blocks]
     return Evidence(
-        signals=recorder.signals(taken, held),
-        weights=held,
+        model,
+        recorder.blocks,
+        recorder.signals(taken, weights),
+        weights,
         gradients=[each.matrices for each in taken],
         unused=[each.unused for each in taken],
-        cousins=[each for name, each in weights.items() if name not in names],
-        norms=[idle[name] for name in names],
+        norms=idle_norms([module.named_modules() for module in modules]),
+        seen=seen,
         padded=recorder.options.mask is not None,
     )
 
 
-def _kin(recorder: Recorder, recorders: Sequence[Recorder], every: Sequence[Evidence]) -> list[BlockSignal]:
-    """Signals of the blocks of other stacks whose class is that of this one's."""
-    own = {type(block).__name__ for _, block in recorder.blocks}
-    return [
+def _with_others(own: Evidence, others: Sequence[Evidence]) -> Evidence:
+    """A stack with what may stand in for siblings: parameters of other stacks, and signals of their blocks of its own
+    class."""
+    classes = {type(block).__name__ for _, block in own.blocks}
+    kin = [
         signal
-        for other, evidence in zip(recorders, every, strict=True)
-        if other is not recorder
-        for (_, block), signal in zip(other.blocks, evidence.signals[1:], strict=True)
-        if type(block).__name__ in own
+        for each in others
+        for (_, block), signal in zip(each.blocks, each.signals[1:], strict=True)
+        if type(block).__name__ in classes
     ]
+    return replace(own, cousins=[weights for each in others for weights in each.weights], kin=kin)
 
 
 def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder: Recorder) -> tuple[BlockSignal, ...]:
@@ -294,7 +281,6 @@ def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder
 
 
 def judged(
-    model: nn.Module,
     name: str,
     recorder: Recorder,
     evidence: Evidence,
@@ -302,7 +288,7 @@ def judged(
     notes: Iterable[str] = (),
 ) -> Inspection:
     """The inspection of one stack."""
-    found = diagnose(evidence, Structure.of(model, recorder.blocks, evidence.signals), thresholds)
+    found = diagnose(evidence, thresholds)
     return Inspection(
         name,
         evidence.signals,

@@ -64,6 +64,16 @@ class Seen:
     reads: bool = True
     context: float | None = None
 
+    @property
+    def hardly_mixed(self) -> bool:
+        """Whether locations see each other, and hardly: not as behind outputs that start at zero."""
+        return self.context is not None and _ORDER < self.context <= _CONTEXT
+
+    @property
+    def drowned(self) -> bool:
+        """Whether the tokens hardly matter to what the first block gives."""
+        return self.told_apart is not None and 0 < self.told_apart < _DROWNED
+
 
 @dataclass(frozen=True, eq=False)
 class Watched:
@@ -267,16 +277,6 @@ def _told_apart(first: _Compared) -> float:
     """The median over locations, but for the last, of the distance between two rows, over their norm."""
     norms = (first.norms[0] + first.norms[1]) / 2
     return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) + 1) // 2])
-
-
-def hardly_mixed(seen: Seen) -> bool:
-    """Whether locations see each other, and hardly: not as behind outputs that start at zero."""
-    return seen.context is not None and _ORDER < seen.context <= _CONTEXT
-
-
-def drowned(seen: Seen) -> bool:
-    """Whether the tokens hardly matter to what the first block gives."""
-    return seen.told_apart is not None and 0 < seen.told_apart < _DROWNED
 
 
 def _with_rows(batch: Batch, name: str | int, values: Tensor) -> Batch:
