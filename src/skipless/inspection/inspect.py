@@ -208,23 +208,32 @@ def _not_run(recorders: Sequence[Recorder]) -> str:
 def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> list[Seen]:
     """What each stack sees; of two kinds of ids, of those that enter it."""
     watched = [_watched(recorder) for recorder in recorders]
-    found: dict[int, Seen] = {}
+    found, refused = [Seen(reads=False)] * len(watched), False
     for second in (False, True):
-        left = [index for index in range(len(watched)) if index not in found or not found[index].reads]
-        if second and (not left or id_keys(batch)[1] is None):
+        left = [index for index, seen in enumerate(found) if not seen.reads]
+        if not left or (second and id_keys(batch)[1] is None):
             break
         try:
-            found |= dict(zip(left, probe(model, batch, [watched[index] for index in left], second), strict=True))
+            asked = probe(model, batch, [watched[index] for index in left], second, known=second and not refused)
         except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
-            why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
-            note = f"Whether it sees the future or other rows was not asked: {why}."
-            found |= dict.fromkeys(left, Seen(note=note))
+            refused, asked = True, [Seen(note=_not_asked("the future or other rows", error), reads=False)] * len(left)
+        for index, seen in zip(left, asked, strict=True):
+            found[index] = seen if seen.reads or seen.note else found[index]
     if padding(batch) is not None:
-        seen = padding_seen(model, batch, watched)
-        for index, block in enumerate(seen):
+        try:
+            blocks = padding_seen(model, batch, watched)
+        except Exception as error:
+            note = _not_asked("padding", error)
+            return [replace(seen, note=" ".join(filter(None, (seen.note, note)))) for seen in found]
+        for index, block in enumerate(blocks):
             if block is not None and recorders[index].attention:
                 found[index] = replace(found[index], leaks={**found[index].leaks, "padding": block})
-    return [found[index] for index in range(len(recorders))]
+    return found
+
+
+def _not_asked(what: str, error: Exception) -> str:
+    why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
+    return f"Whether it sees {what} was not asked: {why}."
 
 
 def _watched(recorder: Recorder) -> Watched:

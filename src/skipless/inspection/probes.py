@@ -123,8 +123,13 @@ class _Compared:
 
 
 @torch.no_grad()
-def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: bool = False) -> list[Seen]:
-    """What every stack sees of the ids in `batch`, or of the second ones, as a decoder's; of other inputs, of rows."""
+def probe(
+    model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: bool = False, known: bool = False
+) -> list[Seen]:
+    """What every stack sees of the ids in `batch`, or of the second ones, as a decoder's; of other inputs, of rows.
+
+    Of a stack that these ids do not enter nothing is said, unless it is known that they are to.
+    """
     whole = _whole_rows(batch)
     asked = None if whole is None else _questions(model, whole, second)
     if whole is None or asked is None:
@@ -139,7 +144,7 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: boo
     of_images = plain.is_floating_point()
     paired = id_keys(batch)[1] is not None
     entered = zip(before.entered, after.entered, strict=True)
-    reads = [second or not paired or not all(map(torch.equal, x, y)) for x, y in entered]
+    reads = [known or not paired or not all(map(torch.equal, x, y)) for x, y in entered]
     found = []
     for x, y, stack, own in zip(before.states, after.states, stacks, reads, strict=True):
         compared = _Compared.of(x, y) if x and y and own else []
