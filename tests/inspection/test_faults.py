@@ -190,6 +190,22 @@ def test_a_single_block_is_read_against_itself(part, factor, words):
     assert words in inspect(case.model, case.batch).verdict.text
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_block_whose_outputs_start_at_zero_is_sound(depth):
+    """Also the only one. Where one branch alone gives nothing, or nothing learns, it is no such start."""
+    case = build("hand", Size(depth))
+    last = [block.attention.out_proj for block in case.model.blocks] + [block.mlp[2] for block in case.model.blocks]
+    for matrix in last:
+        torch.nn.init.zeros_(matrix.weight)
+    assert accused(case) == ""
+    for matrix in last:
+        matrix.register_forward_hook(lambda module, args, out: out.detach())
+    assert inspect(case.model, case.batch).verdict.lost
+    case = build("hand", Size(1))
+    torch.nn.init.zeros_(case.model.blocks[0].mlp[2].weight)
+    assert "mlp.2.weight of block 1 (blocks.0) is zero" in inspect(case.model, case.batch).verdict.text
+
+
 def test_a_block_is_at_fault_where_it_loses_the_signal_by_itself():
     case = build("gpt2")
     torch.nn.init.zeros_(case.model.transformer.h[2].mlp.c_proj.weight)

@@ -21,7 +21,7 @@ from skipless.inspection.branches import (
 )
 from skipless.inspection.evidence import CUTS, Diagnosis, Evidence, at, blame, listed, nothing_left
 from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.siblings import apart, odd_parameters
+from skipless.inspection.siblings import apart, odd_parameters, starts_at_zero
 from skipless.theory.certificate import VerdictKind
 
 # Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
@@ -341,7 +341,8 @@ def _on_one_line(each: BlockSignal) -> bool:
 def _unchanged(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A block that hands on what it reads, unlike the others."""
     same = [_is_same(before, after) for before, after in pairwise(evidence.signals)]
-    if not same[each.block - 1] or not (2 * sum(same) < len(same) or len(same) == 1):
+    odd = 2 * sum(same) < len(same) or (len(same) == 1 and not starts_at_zero(evidence, each.block))
+    if not same[each.block - 1] or not odd:
         return None
     text = f"Block {each.which} hands on what it reads unchanged: neither of its branches adds anything."
     return blame(
@@ -391,7 +392,7 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
         evidence.signals[each.block - 1], each
     ):
         factors = {n: w for n, w in factors.items() if w.group != "norm"}  # one is added to these norms' weights
-    if found or any(weight.size == 0 for weight in factors.values()):
+    if found or any(weight.size == 0 for weight in factors.values()) or starts_at_zero(evidence, each.block):
         return found
     branches: dict[str, list[str]] = {}
     for label in own:

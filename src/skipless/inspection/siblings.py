@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.evidence import Evidence, listed, listed_blocks, others_than
-from skipless.inspection.gradients import Weight
+from skipless.inspection.gradients import Weight, shared_name
 from skipless.inspection.stacks import Block
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import ACTIVATIONS, INPUT
@@ -50,6 +50,8 @@ def odd_parameters(evidence: Evidence, block: int) -> Iterator[tuple[str, str]]:
         sizes = {b: w[label].size for b, w in owners.items() if math.isfinite(w[label].size)}
         if block not in sizes:
             continue
+        if weight.size == 0 and len(owners) == 1 and starts_at_zero(evidence, block):
+            continue
         if len(owners) == 1 and (found := _odd_within(own, label)):
             yield label, found
         elif weight.matrix:
@@ -66,6 +68,18 @@ def odd_parameters(evidence: Evidence, block: int) -> Iterator[tuple[str, str]]:
                 yield label, f"is {weight.size:.3g} where those of the other blocks are zero"
         elif label.endswith("bias") and weight.size > max(100, _BIAS * median(others_than(sizes, block) or [1.0])):
             yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
+
+
+def starts_at_zero(evidence: Evidence, block: int) -> bool:
+    """Whether what a block adds lies behind matrices or factors of zero, a known way to start: gradients reach none of
+    its matrices but those."""
+    if not evidence.gradients:
+        return False
+    weights, gradients = evidence.weights[block - 1], evidence.gradients[block - 1]
+    zero = {n: w.matrix for n, w in weights.items() if w.size == 0 and w.group != "norm" and "bias" not in n}
+    reached, zeros = {n for n, gradient in gradients.items() if gradient != 0}, {shared_name(n) for n in zero}
+    learns = any(evidence.signals[block].parameter_gradients.values())
+    return learns and reached <= zeros and (len(reached) > 0 or not all(zero.values()))
 
 
 def _odd_matrix(
