@@ -363,11 +363,18 @@ def _by_block(numbers: Mapping[int, Tensor]) -> dict[int, np.ndarray]:
 
 
 def exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:
-    """A module's arguments with one tensor in another's place."""
-    return (
-        tuple(new if value is old else value for value in args),
-        {name: new if value is old else value for name, value in kwargs.items()},
-    )
+    """A module's arguments with one tensor in another's place, also inside a plain tuple, list or dict; the last two
+    stay the same objects, since the model may hold them."""
+
+    def exchange(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(exchange, value))
+        if type(value) in (list, dict):
+            for place, each in [*(enumerate(value) if type(value) is list else value.items())]:
+                value[place] = exchange(each)
+        return new if value is old else value
+
+    return exchange(args), exchange(kwargs)
 
 
 def batch_second(
