@@ -45,13 +45,16 @@ _CUT = 1.1  # how much larger entries of what is read are; sums of sines lie abo
 def first_fault(evidence: Evidence) -> Diagnosis | None:
     """The first faulty block, or None.
 
-    What is not finite comes first, since nothing behind it can be judged; then what sets a block apart, from the first
-    block on; last a gradient that is spoilt on its way back.
+    What is not finite comes first, since nothing behind it can be judged; then a parameter, which is a cause, while
+    what is measured may be the effect of another block; then what sets a block apart, from the first block on; last a
+    gradient that is spoilt on its way back.
     """
     fault = _not_finite(evidence)
     if fault is not None:
         return fault
-    tried = (rule(evidence, each) for each in evidence.signals[1:] for rule in _RULES)
+    tried = (
+        rule(evidence, each) for rules in ([_parameters], _RULES) for each in evidence.signals[1:] for rule in rules
+    )
     return next(filter(None, tried), None) or cut_shortcut(evidence) or _gradient_jump(evidence)
 
 
@@ -157,9 +160,11 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
 def _parameters(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
     for label, why in odd_parameters(evidence, each.block):
+        if (dead := _zeros(evidence, each)) is not None:
+            return dead
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
         group = evidence.weights[each.block - 1][label].group
-        follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
+        follows = _FOLLOWS.get(group, "") if each.parameter_sizes.get(group) == 0 else ""
         if label.endswith("bias") and why.startswith("is larger"):
             follows = " Where it is negative, an activation behind it is never on."
         also = "" if "as in" in why else _also(evidence, each, label)
@@ -467,7 +472,6 @@ def _leak(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
 
 _RULES = (
     _zeros,
-    _parameters,
     _cut,
     _alike,
     _never_negative,

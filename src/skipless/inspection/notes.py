@@ -271,7 +271,7 @@ def of_model(model: nn.Module, batch: Any, output: Any, cut: Sequence[str]) -> I
             "What the model gives are probabilities: none is negative and each location's sum to 1. Cross-entropy "
             "takes logits, since it has a softmax of its own: leave out the last one."
         )
-    elif some.numel() >= _MANY and bool((some <= 1).all()):
+    elif some.numel() >= _MANY and bool((some <= 1).all() & (some > 0).any()):
         yield (
             "All numbers that the model gives lie between 0 and 1, as behind a sigmoid. Cross-entropy takes logits, of "
             "any size: leave out what bounds them."

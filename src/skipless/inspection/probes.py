@@ -135,6 +135,8 @@ def probe(
     if whole is None or asked is None:
         return [Seen(reads=False)] * len(stacks)
     name, plain, changed = asked
+    if plain.is_floating_point() and plain.shape[1] == len(plain) and any(stack.swapped for stack in stacks):
+        return [Seen()] * len(stacks)  # rows may be on either axis
     blocks = [(block, stack.swapped) for stack in stacks for block in stack.blocks]
     wiring = Wiring([block for block, _ in blocks], [swapped for _, swapped in blocks])
     before = _run(model, _with_rows(whole, name, plain), stacks, wiring.around())
@@ -146,10 +148,11 @@ def probe(
     entered = zip(before.entered, after.entered, strict=True)
     reads = [known or not paired or not all(map(torch.equal, x, y)) for x, y in entered]
     found = []
-    for x, y, stack, own in zip(before.states, after.states, stacks, reads, strict=True):
+    for x, y, first, stack, own in zip(before.states, after.states, before.entered, stacks, reads, strict=True):
         compared = _Compared.of(x, y) if x and y and own else []
         causal = predicts or stack.masked or (second and stack.decoder) or (stack.attends and _one_ahead(compared))
-        found.append(_of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal))
+        moved = differ[1] and bool(compared) and _adds(first[0], x[-1][0])
+        found.append(_of_images(compared, moved) if of_images else _of_ids(compared, differ[0], causal))
     last = reads == [True] and not of_images  # an encoder is followed by what gives the answer
     alone = last or (paired and not of_images and reads.count(True) == 1)
     read = _changed(before.output, after.output) if alone else None
@@ -243,8 +246,13 @@ def _finite(compared: Sequence[_Compared]) -> bool:
     return len(compared) > 0 and all(bool(np.isfinite(each.change).all()) for each in compared)
 
 
+def _adds(entered: Tensor, left: Tensor) -> bool:
+    """Whether blocks add anything to what enters them; behind branches that start at zero no order can be told."""
+    return entered.shape != left.shape or float((left - entered).norm()) > _CONTEXT * float(entered.norm())
+
+
 def _of_images(compared: Sequence[_Compared], moved: bool) -> Seen:
-    """moved: whether the third row is the first with its patches in other places."""
+    """moved: whether the third row is the first with its patches in other places, which blocks may tell."""
     if not _finite(compared):
         return Seen()
     leaks: dict[str, int] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.evidence import Evidence, listed, listed_blocks, others_than
-from skipless.inspection.gradients import Weight, shared_name
+from skipless.inspection.gradients import Weight, matrix_sizes, shared_name
 from skipless.inspection.stacks import Block
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import ACTIVATIONS, INPUT
@@ -87,13 +87,15 @@ def _odd_matrix(
 ) -> Iterator[tuple[str, str]]:
     """owners: the parameters of every block that has the matrix; sizes: of those of it that are finite."""
     weight, others = owners[block][label], others_than(sizes, block)
+    # adapters add a product of two matrices, of which the second starts at zero, to a matrix that is not
+    adapts = weight.group != "mlp" and matrix_sizes(owners[block]).get(weight.group) != 0
     if weight.size == 0:
         if not others:  # zero queries are a known way to start
-            if weight.group in ("key", "value", "output", "mlp"):
+            if weight.group in ("key", "value", "output", "mlp") and not adapts:
                 yield label, "is zero"
         elif _most(size > 0 for size in others):
             yield label, "is zero, unlike those of the other blocks"
-        elif weight.group == "value":  # zero queries and outputs are known ways to start; values are not
+        elif weight.group == "value" and not adapts:  # zero queries and outputs are known ways to start; values are not
             yield label, f"is zero, as in {[*sizes.values()].count(0.0)} of {len(sizes)} blocks"
     elif weight.alike and weight.group in _MATRICES and label.endswith("weight"):
         yield label, "has rows that are all the same, so that its units compute the same, and learn the same"
@@ -437,7 +439,8 @@ def _copies(evidence: Evidence) -> Iterator[str]:
             found.setdefault(tuple(same), []).append(label)
     for same, labels in found.items():
         every = len(labels) == len(matrices) > 1
-        if every or len(same) < sum(labels[0] in own for own in weights):
+        owners = sum(labels[0] in own for own in weights)  # that one block differs from all others is another note
+        if every or len(same) < owners - (owners > 3):
             which, what = listed_blocks([names[each] for each in same]), "weights" if every else listed(labels)
             yield (
                 f"{which} hold the same {what}. If that is not meant: look for a copy of one block, and for a "
