@@ -37,8 +37,8 @@ class Evidence:
     model: nn.Module
     blocks: Sequence[Block]
     signals: tuple[BlockSignal, ...]
-    weights: Sequence[Mapping[str, Weight]] = ()
-    gradients: Sequence[Mapping[str, float]] = ()
+    weights: Sequence[Mapping[str, Weight]]
+    gradients: Sequence[Mapping[str, float]]
     unused: Sequence[Sequence[str]] = ()
     norms: Sequence[Sequence[str]] = ()
     seen: Seen = field(default_factory=Seen)

@@ -195,25 +195,6 @@ def _suspect(evidence: Evidence, each: BlockSignal) -> str:
     return "" if odd is None else f" Its {odd[0]} {odd[1]}."
 
 
-def _unused(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
-    """Parameters that nothing depends on, where the other blocks use theirs of that name."""
-    if not evidence.unused or not (each.gradient_mean or 0.0) > 0:
-        return None
-    others = [names for block, names in enumerate(evidence.unused, start=1) if block != each.block]
-    found = [n for n in evidence.unused[each.block - 1] if 2 * sum(n in names for names in others) < len(others)]
-    if not found:
-        return None
-    text = (
-        f"{listed(found)} of block {each.which} get{'s' * (len(found) == 1)} no gradient at all: nothing "
-        f"that the block gives depends on {'it' if len(found) == 1 else 'them'}."
-    )
-    look = (
-        f"Look in {each.name} for a module that is made and not called, for one that is called in its place, and for "
-        f"what cuts a branch off: {CUTS}."
-    )
-    return blame(each, "fault", text, look)
-
-
 def _idle_norm(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A norm that does not bring each location to one size."""
     idle = evidence.norms[each.block - 1] if evidence.norms else ()
@@ -260,31 +241,28 @@ def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     return blame(each, "fault", text, look)
 
 
-def _never_negative(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
-    """An activation on the stream itself, where a branch was meant."""
+def _on_the_stream(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
+    """An activation on the stream itself, where a branch was meant: no entry is negative, or none is much larger than
+    the typical one, though entries of what is read are."""
     before = evidence.signals[each.block - 1]
-    if each.least is None or before.least is None or not before.least < 0 <= each.least:
-        return None
-    text = (
-        f"No entry of what block {each.which} gives is negative, though entries of what it reads are: an "
-        "activation lies on the stream itself."
-    )
-    look = f"Look in {each.name} for an activation behind the sum with the shortcut; it belongs inside a branch."
-    return blame(each, "fault", text, look)
-
-
-def _bounded(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
-    """A stream that is cut off: no entry is much larger than the typical one, though entries of what is read are."""
-    before = evidence.signals[each.block - 1]
-    if not each.outlier < _BOUNDED <= before.outlier or each.outlier * _CUT > before.outlier:
-        return None
-    text = (
-        f"No entry of what block {each.which} gives is larger than {each.outlier:.3g} times the typical "
-        f"one, where it reads up to {before.outlier:.3g} times: the stream itself is clipped, or goes through a "
-        "bounded activation."
-    )
-    look = f"Look in {each.name} for clamp, tanh or sigmoid behind the sum with the shortcut; they belong in a branch."
-    return blame(each, "fault", text, look)
+    if each.least is not None and before.least is not None and before.least < 0 <= each.least:
+        text = (
+            f"No entry of what block {each.which} gives is negative, though entries of what it reads are: an "
+            "activation lies on the stream itself."
+        )
+        look = f"Look in {each.name} for an activation behind the sum with the shortcut; it belongs inside a branch."
+        return blame(each, "fault", text, look)
+    if each.outlier < _BOUNDED <= before.outlier and each.outlier * _CUT <= before.outlier:
+        text = (
+            f"No entry of what block {each.which} gives is larger than {each.outlier:.3g} times the typical "
+            f"one, where it reads up to {before.outlier:.3g} times: the stream itself is clipped, or goes through a "
+            "bounded activation."
+        )
+        look = (
+            f"Look in {each.name} for clamp, tanh or sigmoid behind the sum with the shortcut; they belong in a branch."
+        )
+        return blame(each, "fault", text, look)
+    return None
 
 
 def _norm_jump(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
@@ -361,6 +339,25 @@ def _is_same(before: BlockSignal, after: BlockSignal) -> bool:
     return alike and after.kept is not None and abs(after.kept - 1.0) < 1e-12
 
 
+def _unused(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
+    """Parameters that nothing depends on, where the other blocks use theirs of that name."""
+    if not evidence.unused or not (each.gradient_mean or 0.0) > 0:
+        return None
+    others = [names for block, names in enumerate(evidence.unused, start=1) if block != each.block]
+    found = [n for n in evidence.unused[each.block - 1] if 2 * sum(n in names for names in others) < len(others)]
+    if not found:
+        return None
+    text = (
+        f"{listed(found)} of block {each.which} get{'s' * (len(found) == 1)} no gradient at all: nothing "
+        f"that the block gives depends on {'it' if len(found) == 1 else 'them'}."
+    )
+    look = (
+        f"Look in {each.name} for a module that is made and not called, for one that is called in its place, and for "
+        f"what cuts a branch off: {CUTS}."
+    )
+    return blame(each, "fault", text, look)
+
+
 def _no_gradient(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Matrices that no gradient reaches though one reaches the block."""
     silent = _silent(evidence, each) if (each.gradient_mean or 0.0) > 0 else []
@@ -372,7 +369,7 @@ def _no_gradient(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
         f"Look in {each.name} for what cuts this branch off: {CUTS}, a factor of zero on it, or an activation that is "
         "never on (a bias far below zero)."
     )
-    weights = evidence.weights[each.block - 1] if evidence.weights else {}
+    weights = evidence.weights[each.block - 1]
     if all(label in weights and weights[label].group in ("query", "key") for label in silent):
         look = (
             f"What attention gives there does not depend on its scores. Look in {each.name} for keys and values that "
@@ -387,11 +384,8 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
     Gradients are taken relative to what reaches the block. A branch behind a factor that starts at zero, and that
     learns, is no fault.
     """
-    if not evidence.gradients:
-        return []
-    own = evidence.gradients[each.block - 1]
+    own, weights = evidence.gradients[each.block - 1], evidence.weights[each.block - 1]
     found = [label for label in own if each.block in apart(_relative(evidence, label), 1 / _DIP, low=True)]
-    weights = evidence.weights[each.block - 1] if evidence.weights else {}
     factors = {n: w for n, w in weights.items() if not w.matrix and "bias" not in n}
     if all(weight.size == 0 for weight in factors.values() if weight.group == "norm") and not _is_same(
         evidence.signals[each.block - 1], each
@@ -402,8 +396,8 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
     branches: dict[str, list[str]] = {}
     for label in own:
         parts = label.split(".")
-        listed = len(parts) > 3 and parts[1].isdigit()  # a list of branches, not one of matrices
-        branches.setdefault(".".join(parts[: 2 if listed else 1]), []).append(label)
+        numbered = len(parts) > 3 and parts[1].isdigit()  # a list of branches, not one of matrices
+        branches.setdefault(".".join(parts[: 2 if numbered else 1]), []).append(label)
     dead = [labels for labels in branches.values() if len(labels) > 1 and not any(own[label] for label in labels)]
     groups, sizes = each.parameter_gradients, each.parameter_sizes
     values = groups.get("value") == 0 and sizes.get("output", 0.0) > 0 and sizes.get("value", 0.0) > 0
@@ -474,8 +468,7 @@ _RULES = (
     _zeros,
     _cut,
     _alike,
-    _never_negative,
-    _bounded,
+    _on_the_stream,
     _leak,
     _idle_norm,
     _unused,

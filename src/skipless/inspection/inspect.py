@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.console import text_table
 from skipless.inspection.diagnosis import diagnose, from_behind
 from skipless.inspection.evidence import Evidence
 from skipless.inspection.gradients import BlockGradients, GradientTaker, weights_of
@@ -364,15 +365,4 @@ def assert_signal_preserved(
     kind = found.verdict.kind
     if kind == "preserved" or (kind == "drift" and allow_drift):
         return found
-    raise AssertionError(f"{found.model}: {found.verdict.text} {found.advice}\n{_around(found)}")
-
-
-def _around(found: Inspection) -> str:
-    """The numbers of the blocks next to the verdict's."""
-    at = found.verdict.block or 0
-    near = [each for each in found.blocks if abs(each.block - at) <= 2]
-    lines = ["block  norm²     cosine   gradient²"]
-    for each in near:
-        gain = "-" if each.gradient_mean is None else f"{each.gradient_mean:.3g}"
-        lines.append(f"{each.block:>5}  {each.norm_mean:<8.3g}  {each.cosine_mean:<7.4f}  {gain}")
-    return "\n".join(lines)
+    raise AssertionError(f"{found.model}: {found.verdict.text} {found.advice}\n{text_table(*found.table())}")

@@ -81,8 +81,9 @@ def _probed(evidence: Evidence) -> Iterator[str]:
 def _norms_of_zero(evidence: Evidence) -> Iterator[str]:
     """Norms that multiply by zero in all blocks, so that branches read nothing: no gradient reaches values. Some norms
     add one to their weights, and start at zero."""
-    first = evidence.weights[0] if evidence.weights else {}
-    scales = [label for label, weight in first.items() if weight.group == "norm" and not label.endswith("bias")]
+    scales = [
+        label for label, weight in evidence.weights[0].items() if weight.group == "norm" and not label.endswith("bias")
+    ]
     zero = [label for label in scales if all(label in own and own[label].size == 0 for own in evidence.weights)]
     if zero and all(each.parameter_gradients.get("value") == 0 for each in evidence.signals[1:]):
         yield (

@@ -39,42 +39,39 @@ _MOST_ENTRIES = 2**22  # of a buffer, over all blocks
 def odd_parameters(evidence: Evidence, block: int) -> Iterator[tuple[str, str]]:
     """(label, what is odd) of a block's parameters, from 1, as read from those of the same name in other blocks, and of
     other stacks where these are few."""
-    weights, cousins = evidence.weights, evidence.cousins
-    if not weights:
-        return
-    own = weights[block - 1]
+    own = evidence.weights[block - 1]
     for label, weight in own.items():
-        owners = {b: w for b, w in enumerate(weights, start=1) if label in w}
+        owners = {b: w for b, w in enumerate(evidence.weights, start=1) if label in w}
         if len(owners) < 3:
-            owners |= {-b: w for b, w in enumerate(cousins, start=1) if label in w}
+            owners |= {-b: w for b, w in enumerate(evidence.cousins, start=1) if label in w}
         sizes = {b: w[label].size for b, w in owners.items() if math.isfinite(w[label].size)}
-        if block not in sizes:
-            continue
-        if weight.size == 0 and len(owners) == 1 and starts_at_zero(evidence, block):
+        if block not in sizes or (weight.size == 0 and len(owners) == 1 and starts_at_zero(evidence, block)):
             continue
         if len(owners) == 1 and (found := _odd_within(own, label)):
             yield label, found
         elif weight.matrix:
             yield from _odd_matrix(label, block, owners, sizes)
-        elif weight.group == "norm" and not label.endswith("bias"):
-            if weight.size == 0 and _most(size > 0 for size in others_than(sizes, block)):
-                yield label, "is zero, unlike those of the other blocks"
-            elif block in apart(sizes, _NORM_SIZE, low=False):
-                yield (
-                    label,
-                    f"is {_times(sizes[block] / median(others_than(sizes, block)))} than those of the other blocks",
-                )
-            elif weight.size > 0.5 and not any(others_than(sizes, block)) and len(sizes) > 2:  # one is added to it
-                yield label, f"is {weight.size:.3g} where those of the other blocks are zero"
-        elif label.endswith("bias") and weight.size > max(100, _BIAS * median(others_than(sizes, block) or [1.0])):
-            yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
+        else:
+            yield from _odd_vector(label, block, weight, sizes)
+
+
+def _odd_vector(label: str, block: int, weight: Weight, sizes: Mapping[int, float]) -> Iterator[tuple[str, str]]:
+    """Of a norm's weights, and of a bias."""
+    others = others_than(sizes, block)
+    if weight.group == "norm" and not label.endswith("bias"):
+        if weight.size == 0 and _most(size > 0 for size in others):
+            yield label, "is zero, unlike those of the other blocks"
+        elif block in apart(sizes, _NORM_SIZE, low=False):
+            yield label, f"is {_times(weight.size / median(others))} than those of the other blocks"
+        elif weight.size > 0.5 and not any(others) and len(sizes) > 2:  # one is added to it
+            yield label, f"is {weight.size:.3g} where those of the other blocks are zero"
+    elif label.endswith("bias") and weight.size > max(100, _BIAS * median(others or [1.0])):
+        yield label, f"is larger than those of the other blocks: {weight.size:.3g}"
 
 
 def starts_at_zero(evidence: Evidence, block: int) -> bool:
     """Whether what a block adds lies behind matrices or factors of zero, a known way to start: gradients reach none of
     its matrices but those."""
-    if not evidence.gradients:
-        return False
     weights, gradients = evidence.weights[block - 1], evidence.gradients[block - 1]
     zero = {n: w.matrix for n, w in weights.items() if w.size == 0 and w.group != "norm" and "bias" not in n}
     reached, zeros = {n for n, gradient in gradients.items() if gradient != 0}, {shared_name(n) for n in zero}
@@ -421,7 +418,7 @@ def _copies(evidence: Evidence) -> Iterator[str]:
     names, weights = evidence.names, evidence.weights
     parameters = [dict(block.named_parameters()) for _, block in evidence.blocks]
     pairs: list[tuple[str, int, int, Tensor]] = []
-    matrices = [label for label, weight in weights[0].items() if weight.matrix and weight.size > 0] if weights else []
+    matrices = [label for label, weight in weights[0].items() if weight.matrix and weight.size > 0]
     for label in matrices:
         sizes: dict[float, int] = {}  # of random matrices they differ in some digit
         for index, own in enumerate(weights):
