@@ -21,7 +21,7 @@ from skipless.inspection.branches import (
 )
 from skipless.inspection.evidence import CUTS, Diagnosis, Evidence, at, blame, listed, nothing_left
 from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.siblings import apart, odd_parameters, starts_at_zero
+from skipless.inspection.siblings import apart, is_adapter, odd_parameters, starts_at_zero
 from skipless.theory.certificate import VerdictKind
 
 # Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
@@ -163,8 +163,8 @@ def _parameters(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
         if (dead := _zeros(evidence, each)) is not None:
             return dead
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
-        group = evidence.weights[each.block - 1][label].group
-        follows = _FOLLOWS.get(group, "") if each.parameter_sizes.get(group) == 0 else ""
+        own = evidence.weights[each.block - 1]
+        follows = _FOLLOWS.get(own[label].group, "") if why.startswith("is zero") and not is_adapter(own, label) else ""
         if label.endswith("bias") and why.startswith("is larger"):
             follows = " Where it is negative, an activation behind it is never on."
         also = "" if "as in" in why else _also(evidence, each, label)

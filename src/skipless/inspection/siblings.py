@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.inspection.evidence import Evidence, listed, listed_blocks, others_than
-from skipless.inspection.gradients import Weight, matrix_sizes, shared_name
+from skipless.inspection.gradients import Weight, shared_name
 from skipless.inspection.stacks import Block
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import ACTIVATIONS, INPUT
@@ -84,9 +84,8 @@ def _odd_matrix(
 ) -> Iterator[tuple[str, str]]:
     """owners: the parameters of every block that has the matrix; sizes: of those of it that are finite."""
     weight, others = owners[block][label], others_than(sizes, block)
-    # adapters add a product of two matrices, of which the second starts at zero, to a matrix that is not
-    adapts = weight.group != "mlp" and matrix_sizes(owners[block]).get(weight.group) != 0
     if weight.size == 0:
+        adapts = is_adapter(owners[block], label)
         if not others:  # zero queries are a known way to start
             if weight.group in ("key", "value", "output", "mlp") and not adapts:
                 yield label, "is zero"
@@ -105,6 +104,18 @@ def _odd_matrix(
             larger, smaller = (larger, set()) if one >= two else (set(), smaller)
         if block in larger | smaller:
             yield label, f"is {_times(weight.size / median(others))} than those of the other blocks"
+
+
+def is_adapter(own: Mapping[str, Weight], label: str) -> bool:
+    """Whether a matrix of attention is one of several that make up a projection, as of an adapter beside its base: the
+    innermost module that holds another of its kind, not zero, holds no others but those that are fused with it."""
+    group, parts = own[label].group, label.partition(" (")[0].split(".")
+    fused = {"query", "key", "value", "other"} if group in ("query", "key", "value") else {group, "other"}
+    for depth in range(len(parts) - 1, 0, -1):
+        inside = [w for n, w in own.items() if w.matrix and n.startswith(".".join(parts[:depth]) + ".")]
+        if any(w.group == group and w.size > 0 for w in inside):
+            return group != "mlp" and {w.group for w in inside} <= fused
+    return False
 
 
 def _beside(own: Mapping[str, Weight], label: str) -> float:
