@@ -211,7 +211,7 @@ class Inspection:
         states = np.asarray(states, dtype=np.float64)
         unjudged = [np.ones(states.shape[1])] * len(states)
         certificate = judge(list(states), unjudged, normalised=normalised)
-        cosines = np.stack([_cosines(state) for state in states])
+        cosines = np.stack([cosines_of(state) for state in states])
         blocks = tuple(
             replace(
                 _certified(asdict(at), cosine),
@@ -295,7 +295,7 @@ def _name(block: int) -> str:
     return "input" if block == 0 else f"block {block}"
 
 
-def _cosines(state: np.ndarray) -> np.ndarray:
+def cosines_of(state: np.ndarray) -> np.ndarray:
     """Cosines, or NaN throughout where a norm is zero or not finite."""
     if not (np.isfinite(state).all() and (np.diagonal(state) > 0).all()):
         return np.full_like(state, np.nan)
