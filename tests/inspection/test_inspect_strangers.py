@@ -218,6 +218,38 @@ def test_a_parameter_is_named_before_what_it_does_to_earlier_blocks():
     assert found.text.startswith("mlp.2.weight of block 3 (blocks.2) is 3e+04 times larger")
 
 
+def test_norms_that_nothing_calls_do_not_excuse_a_stream_that_explodes():
+    class Forgotten(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attn(x)
+            return x + self.mlp(x)
+
+    model = Network(24, Forgotten)
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter *= 3.0
+    found = inspect(model, IDS)
+    assert found.verdict.text.startswith("Norms explode at block ")
+    assert any("ln1.weight" in note and "get no gradient at all" in note for note in found.doubts)
+
+
+@pytest.mark.parametrize(
+    ("batch", "labels", "words"),
+    [
+        (
+            IDS + 60,
+            None,
+            r"index out of range in self\): a row .* 12 locations, .* rows: table 64, positions 12; give ids",
+        ),
+        (torch.randint(0, 255, (2, 3, 8, 8), dtype=torch.uint8), None, "images are given as floats"),
+        (IDS, torch.randn(3, LENGTH), "for a loss of another kind give loss="),
+    ],
+)
+def test_what_a_model_cannot_read_is_said_in_a_sentence(batch, labels, words):
+    with pytest.raises(ValueError, match=words):
+        inspect(Network(), batch, labels=labels)
+
+
 def test_constants_that_one_block_lacks_are_no_copies():
     model = Network()
     for block in model.blocks:

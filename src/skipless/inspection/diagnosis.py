@@ -44,7 +44,11 @@ class Structure:
             return cls(len(blocks), shortcuts, config.norm != "none", config.norm == "post", config)
         carried = sorted(each.carry for each in signals if each.carry is not None and math.isfinite(each.carry))
         shortcuts = bool(carried) and carried[len(carried) // 2] > _CARRIED
-        norms = any("norm" in type(module).__name__.lower() for _, block in blocks for module in block.modules())
+        norms = any(
+            "norm" in type(module).__name__.lower() and not any(n.rpartition(".")[0] == name for n in unused)
+            for (_, block), unused in zip(blocks, evidence.unused or [()] * len(blocks), strict=True)
+            for name, module in block.named_modules()
+        )
         constant = all(math.isclose(each.norm_mean, signals[-1].norm_mean, rel_tol=0.2) for each in signals[1:])
         return cls(len(blocks), shortcuts, norms, norms and constant)
 

@@ -438,7 +438,8 @@ def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Diagno
 _LEAKS = {
     "rows": (
         "mixes the rows of the batch: a row's output changes with another row's input",
-        "an operation over the first axis: a mean, a norm, an index or a reshape that takes rows for locations",
+        "an operation over the first axis: a mean, a norm, an index or a reshape that takes rows for locations, or one "
+        "scale for all rows, as dynamic quantisation takes",
     ),
     "copied": (
         "gives every row of the batch the same output, though their inputs differ",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from skipless.inspection.evidence import Evidence, listed, listed_blocks, others_than
 from skipless.inspection.gradients import Weight, shared_name
-from skipless.inspection.stacks import Block
+from skipless.inspection.stacks import TORCHS, Block
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import ACTIVATIONS, INPUT
 
@@ -450,10 +450,12 @@ def _copies(evidence: Evidence) -> Iterator[str]:
         owners = sum(labels[0] in own for own in weights)  # that one block differs from all others is another note
         if every or len(same) < owners - (owners > 3):
             which, what = listed_blocks([names[each] for each in same]), "weights" if every else listed(labels)
-            yield (
-                f"{which} hold the same {what}. If that is not meant: look for a copy of one block, and for a "
-                "checkpoint whose names are off by one."
-            )
+            look = "look for a copy of one block, and for a checkpoint whose names are off by one."
+            if all(type(block) in TORCHS for _, block in evidence.blocks):
+                look = (
+                    "draw each block's anew, since torch's nn.TransformerEncoder and Decoder start with copies of one."
+                )
+            yield f"{which} hold the same {what}. If that is not meant: {look}"
 
 
 _INDEX = ("layer_idx", "layer_id", "layer_index", "layer_number")

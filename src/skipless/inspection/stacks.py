@@ -21,6 +21,7 @@ Block = tuple[str, nn.Module]  # with its name in the model
 Before = Callable[[nn.Module, tuple, dict], Any]  # a forward pre-hook with keywords
 After = Callable[[nn.Module, tuple, dict, Any], Any]  # a forward hook with keywords
 _ATTENTION = ("attention", "attn")
+TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def _unheard(index: int) -> Callable[..., None]:
