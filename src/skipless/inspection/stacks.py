@@ -194,11 +194,11 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 def says_causal(block: nn.Module) -> bool:
-    """Whether a block says that it is to see only what came before: by an attribute or the name of a class, as
-    CausalSelfAttention, or by a mask that it keeps."""
+    """Whether a block says that it is to see only what came before: by an attribute, by the name of its attention's
+    class, as CausalSelfAttention, or by a mask that it keeps."""
     for module in block.modules():
         said = [getattr(module, word, None) for word in ("causal", "is_causal")]
-        named = re.search("(?<!non)(?<!a)causal", type(module).__name__.lower()) is not None
+        named = re.search("(?<!non)(?<!a)causal.*att", type(module).__name__.lower()) is not None  # not a convolution
         if True in said or (named and False not in said):
             return True
         if any(_triangle(buffer) for buffer in module.buffers(recurse=False)):
