@@ -16,6 +16,9 @@ from tests.inspection.outcomes import SETS, accused, outcome, said, set_of
 from skipless.inspection.inspect import inspect
 from skipless.inspection.inspection import Inspection
 from skipless.inspection.pytest_plugin import assert_signal_preserved  # noqa: F401  (a fixture)
+from skipless.model.config import ModelConfig
+from skipless.model.transformer import Transformer
+from skipless.theory.schemes import StandardAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # What cannot be told, with the reason. A place is (fault,), (fault, architecture), or (fault, architecture, block).
@@ -185,6 +188,34 @@ def test_a_single_block_is_read_against_itself(part, factor, words):
     with torch.no_grad():
         case.model.transformer.h[0].get_parameter(part).mul_(factor)
     assert words in inspect(case.model, case.batch).verdict.text
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_block_whose_outputs_start_at_zero_is_sound(depth):
+    """Also the only one. Where one branch alone gives nothing, or nothing learns, it is no such start."""
+    case = build("hand", Size(depth))
+    last = [block.attention.out_proj for block in case.model.blocks] + [block.mlp[2] for block in case.model.blocks]
+    for matrix in last:
+        torch.nn.init.zeros_(matrix.weight)
+    assert accused(case) == ""
+    for matrix in last:
+        matrix.register_forward_hook(lambda module, args, out: out.detach())
+    assert inspect(case.model, case.batch).verdict.lost
+    case = build("hand", Size(1))
+    torch.nn.init.zeros_(case.model.blocks[0].mlp[2].weight)
+    assert "mlp.2.weight of block 1 (blocks.0) is zero" in inspect(case.model, case.batch).verdict.text
+
+
+def test_a_block_is_at_fault_where_it_loses_the_signal_by_itself():
+    case = build("gpt2")
+    torch.nn.init.zeros_(case.model.transformer.h[2].mlp.c_proj.weight)
+    assert inspect(case.model, case.batch).at_fault
+    worn = Transformer(
+        ModelConfig(vocab_size=64, width=64, heads=4, length=16, depth=24, hidden=0, scheme=StandardAttention())
+    )
+    found = inspect(worn, torch.randint(0, 64, (2, 16)))
+    assert found.verdict.kind == "collapse"
+    assert not found.at_fault
 
 
 def test_later_blocks_with_the_same_odd_parameter_are_named_too():

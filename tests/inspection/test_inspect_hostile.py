@@ -209,6 +209,28 @@ def test_a_stack_is_asked_by_the_ids_that_enter_it():
         assert (found.verdict.kind, found.verdict.block, found.blocks[2].name) == ("leak", 2, "others.1")
 
 
+class Ending(Pair):
+    """Every source has to end with the same token, as where a summary is read from it."""
+
+    def forward(self, source, target):
+        if bool((source[:, -1] != source[0, -1]).any()):
+            raise ValueError("every source must end with the same token.")
+        return super().forward(source, target)
+
+
+def test_a_decoder_is_asked_where_the_encoder_refuses_to_be():
+    model, batch = Ending(), (IDS.where(torch.arange(12) < 11, 1), IDS.flip(0)[:, :10])
+    found = inspect(model, batch)
+    assert found.healthy
+    (note,) = found.doubts
+    assert note.endswith(
+        "Whether it sees the future or other rows was not asked: every source must end with the same token."
+    )
+    model.others[1].causal = False
+    found = inspect(model, batch)
+    assert (found.verdict.kind, found.verdict.block, found.blocks[2].name) == ("leak", 2, "others.1")
+
+
 def test_the_answer_of_a_decoder_is_not_held_against_the_encoder():
     """Whose locations hardly see each other where its outputs start at zero, while the decoder sees all of them."""
     model = Pair()

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise
 from statistics import median, median_low
 
-from skipless.inspection.evidence import CUTS, Evidence, Fault, blame, others_than
+from skipless.inspection.evidence import CUTS, Diagnosis, Evidence, blame, others_than
 from skipless.inspection.inspection import BlockSignal
 
 LEFT = 0.25  # `kept` of a block without its shortcut
@@ -21,7 +21,7 @@ _CHANGES = "a sum that adds its input twice, a factor, or a norm on the stream i
 _CHOOSING = 0.12  # spread below which attention of all blocks together is called saturated
 
 
-def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def no_shortcut(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A location that is not itself any more after one block, where the other blocks keep it."""
     kept = evidence.numbers(lambda s: s.kept)
     others = others_than(kept, each.block)
@@ -41,7 +41,7 @@ def no_shortcut(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def cut_shortcut(evidence: Evidence) -> Fault | None:
+def cut_shortcut(evidence: Evidence) -> Diagnosis | None:
     """From the output backwards, the first shortcut that carries what is read, but no gradient back."""
     back = evidence.numbers(lambda s: s.kept_back)
     for each in reversed(evidence.signals[1:]):
@@ -56,7 +56,7 @@ def cut_shortcut(evidence: Evidence) -> Fault | None:
     return None
 
 
-def other_gain(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def other_gain(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A shortcut that doubles less or more than its input when that is doubled, where those of the others do just that.
 
     Branches that normalise what they read add the same as before, so this is of the shortcut alone.
@@ -80,7 +80,7 @@ def other_gain(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, f"Look for the shortcut of {each.name}: a sum that is missing, {_CHANGES}.")
 
 
-def other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def other_factor(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A shortcut with a factor that the others do not have: what is read is added twice, or is normalised."""
     factors = evidence.numbers(lambda s: s.coefficient)
     others = others_than(factors, each.block)
@@ -102,7 +102,7 @@ def other_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, f"Look for the shortcut of {each.name}: {_CHANGES}.")
 
 
-def attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def attention(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Attention that is uniform, or that chooses one key, where that of the other blocks does neither."""
     spread = each.attention_spread
     if spread is None or math.isnan(spread):
@@ -145,7 +145,7 @@ def attention(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return None
 
 
-def looks_back_only(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def looks_back_only(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A causal mask in one block, where the others look both ways."""
     ahead = evidence.numbers(lambda s: s.attention_ahead)
     others = others_than(ahead, each.block)
@@ -155,7 +155,7 @@ def looks_back_only(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, f"Look in {each.name} for a causal mask, or is_causal=True.")
 
 
-def other_scale(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def other_scale(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Scores that are multiplied by something else than in the other blocks, which agree."""
     scales = evidence.wirings(lambda wired: wired.scale)
     others = others_than(scales, each.block)
@@ -186,7 +186,7 @@ _MIXED = {
 }
 
 
-def mixed_heads(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def mixed_heads(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Heads that are taken for locations by a reshape."""
     mixed = evidence.wired[each.block - 1].mixed if evidence.wired else ""
     if not mixed:

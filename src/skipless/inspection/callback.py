@@ -146,8 +146,8 @@ class SignalCallback:
         blocks = recorder.blocks
         gradients, weights = gradients_held(blocks), weights_of([block for _, block in blocks])
         signals = recorder.signals(gradients, weights)
-        evidence = Evidence(signals, weights, [each.matrices for each in gradients])
-        return judged(self.model, type(self.model).__name__, recorder, evidence)
+        evidence = Evidence(self.model, blocks, signals, weights, [each.matrices for each in gradients])
+        return judged(type(self.model).__name__, recorder, evidence)
 
     def cancel(self) -> None:
         """Take the hooks away without logging."""

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from torch import nn
-
-from skipless.inspection.evidence import Evidence, at, nothing_left
+from skipless.inspection.evidence import Diagnosis, Evidence, at, nothing_left
 from skipless.inspection.faults import first_fault
 from skipless.inspection.inputs import own_network
 from skipless.inspection.inspection import BlockSignal
@@ -36,11 +34,9 @@ class Structure:
     config: ModelConfig | None = None
 
     @classmethod
-    def of(
-        cls, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], signals: Sequence[BlockSignal]
-    ) -> "Structure":
+    def of(cls, evidence: Evidence) -> "Structure":
         """By our configuration, else by the modules' names and by what was measured."""
-        own = own_network(model)
+        own, blocks, signals = own_network(evidence.model), evidence.blocks, evidence.signals
         if own is not None:
             config = own.config
             skips = (config.attention_skip, config.mlp_skip)
@@ -48,26 +44,30 @@ class Structure:
             return cls(len(blocks), shortcuts, config.norm != "none", config.norm == "post", config)
         carried = sorted(each.carry for each in signals if each.carry is not None and math.isfinite(each.carry))
         shortcuts = bool(carried) and carried[len(carried) // 2] > _CARRIED
-        norms = any("norm" in type(module).__name__.lower() for _, block in blocks for module in block.modules())
+        norms = any(
+            "norm" in type(module).__name__.lower() and not any(n.rpartition(".")[0] == name for n in unused)
+            for (_, block), unused in zip(blocks, evidence.unused or [()] * len(blocks), strict=True)
+            for name, module in block.named_modules()
+        )
         constant = all(math.isclose(each.norm_mean, signals[-1].norm_mean, rel_tol=0.2) for each in signals[1:])
         return cls(len(blocks), shortcuts, norms, norms and constant)
 
 
-def diagnose(evidence: Evidence, structure: Structure, thresholds: Thresholds | None = None) -> tuple[Verdict, str]:
+def diagnose(evidence: Evidence, thresholds: Thresholds | None = None) -> Diagnosis:
     """The verdict and what to change.
 
     A block that is at fault by itself comes first, unless the forward signal was lost before it; otherwise the first
     block where it is lost, collapse before norms before gradients.
     """
-    limits, signals = thresholds or Thresholds(), evidence.signals
+    limits, signals, structure = thresholds or Thresholds(), evidence.signals, Structure.of(evidence)
     lost = _broken(signals) or _collapsed(signals, limits) or _norms_lost(signals, structure, limits)
     fault = first_fault(evidence)
-    if fault is not None and (lost is None or lost.block is None or fault.block <= lost.block):
-        return fault.verdict, fault.advice
+    if fault is not None and (lost is None or (fault.verdict.block or 0) <= (lost.block or 0)):
+        return fault
     verdict = lost or _gradients_lost(signals, limits) or _preserved(signals, structure, limits)
     if verdict.kind == "preserved":
-        return verdict, ""
-    return verdict, f"{advise(verdict, signals, structure)}{_drawn_large(evidence) if verdict.lost else ''}"
+        return Diagnosis(verdict, "")
+    return Diagnosis(verdict, f"{advise(verdict, signals, structure)}{_drawn_large(evidence) if verdict.lost else ''}")
 
 
 def _drawn_large(evidence: Evidence) -> str:

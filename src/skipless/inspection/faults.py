@@ -1,8 +1,8 @@
 """Faults of single blocks: what sets one apart from its siblings, and the parameter that does it.
 
-A rule reads the evidence on one block and gives a Fault or None. A new one goes into _RULES at the end of this file,
-behind those that name a deeper cause of what it sees; rules of shortcuts and attention are in branches.py, and what may
-be meant is no fault but a note (notes.py).
+A rule reads the evidence on one block and gives a Diagnosis or None. A new one goes into _RULES at the end of this
+file, behind those that name a deeper cause of what it sees; rules of shortcuts and attention are in branches.py, and
+what may be meant is no fault but a note (notes.py).
 """
 
 import math
@@ -19,8 +19,9 @@ from skipless.inspection.branches import (
     other_gain,
     other_scale,
 )
-from skipless.inspection.evidence import CUTS, Evidence, Fault, apart, at, blame, listed, nothing_left, odd_parameters
+from skipless.inspection.evidence import CUTS, Diagnosis, Evidence, at, blame, listed, nothing_left
 from skipless.inspection.inspection import BlockSignal
+from skipless.inspection.siblings import apart, is_adapter, odd_parameters, starts_at_zero
 from skipless.theory.certificate import VerdictKind
 
 # Squared norms change by less than this in one block of a sound network, also where the first block of a Post-LN
@@ -41,20 +42,23 @@ _BOUNDED = 1.6
 _CUT = 1.1  # how much larger entries of what is read are; sums of sines lie about the bound by themselves
 
 
-def first_fault(evidence: Evidence) -> Fault | None:
+def first_fault(evidence: Evidence) -> Diagnosis | None:
     """The first faulty block, or None.
 
-    What is not finite comes first, since nothing behind it can be judged; then what sets a block apart, from the first
-    block on; last a gradient that is spoilt on its way back.
+    What is not finite comes first, since nothing behind it can be judged; then a parameter, which is a cause, while
+    what is measured may be the effect of another block; then what sets a block apart, from the first block on; last a
+    gradient that is spoilt on its way back.
     """
     fault = _not_finite(evidence)
     if fault is not None:
         return fault
-    tried = (rule(evidence, each) for each in evidence.signals[1:] for rule in _RULES)
+    tried = (
+        rule(evidence, each) for rules in ([_parameters], _RULES) for each in evidence.signals[1:] for rule in rules
+    )
     return next(filter(None, tried), None) or cut_shortcut(evidence) or _gradient_jump(evidence)
 
 
-def _not_finite(evidence: Evidence) -> Fault | None:
+def _not_finite(evidence: Evidence) -> Diagnosis | None:
     spoiled = next((each for each in evidence.signals if not math.isfinite(each.norm_max)), None)
     last = evidence.depth if spoiled is None else spoiled.block
     for block, weights in enumerate(evidence.weights[:last], start=1):
@@ -79,7 +83,7 @@ def _not_finite(evidence: Evidence) -> Fault | None:
     return blame(spoiled, "explosion", f"Activations are not finite {at(spoiled)}.", look)
 
 
-def _cut(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _cut(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A block that gives something outside the graph, or hands no gradient back though one reaches it."""
     if each.attached is False:
         text = f"No gradient passes block {each.which}: what it gives is detached from the graph."
@@ -106,7 +110,7 @@ def _handed_back(before: BlockSignal, each: BlockSignal) -> float | None:
     return before.gradient_mean if each.gradient_back is None else each.gradient_back
 
 
-def _gradient_jump(evidence: Evidence) -> Fault | None:
+def _gradient_jump(evidence: Evidence) -> Diagnosis | None:
     """From the output backwards, the first block whose backward pass spoils the gradient by itself."""
     for before, each in reversed(list(pairwise(evidence.signals))):
         arrived, back = each.gradient_mean, _handed_back(before, each)
@@ -137,13 +141,13 @@ def _usual(before: BlockSignal, each: BlockSignal) -> tuple[float, float]:
     return least, most
 
 
-def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _zeros(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     before, dead = evidence.signals[each.block - 1], nothing_left(each)
     if dead is not None:
         look = f"Look for a mask that {each.name} multiplies its output by."
         if each.norm_mean == 0:
             look = f"Look at what {each.name} multiplies its output by.{_suspect(evidence, each)}"
-        return Fault(each.block, dead, look)
+        return Diagnosis(dead, look, at_fault=True)
     if each.norm_min == 0 < before.norm_min:
         text = f"Some locations are zero {at(each)}, though none was before it."
         look = (
@@ -153,12 +157,14 @@ def _zeros(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return None
 
 
-def _parameters(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _parameters(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A parameter that is zero, empty in part, or of another size than its siblings of the same name."""
     for label, why in odd_parameters(evidence, each.block):
+        if (dead := _zeros(evidence, each)) is not None:
+            return dead
         kind: VerdictKind = "vanishing" if why.startswith("is zero") else "fault"
-        group = evidence.weights[each.block - 1][label].group
-        follows = _FOLLOWS.get(group, "") if why.startswith("is zero") else ""
+        own = evidence.weights[each.block - 1]
+        follows = _FOLLOWS.get(own[label].group, "") if why.startswith("is zero") and not is_adapter(own, label) else ""
         if label.endswith("bias") and why.startswith("is larger"):
             follows = " Where it is negative, an activation behind it is never on."
         also = "" if "as in" in why else _also(evidence, each, label)
@@ -189,26 +195,7 @@ def _suspect(evidence: Evidence, each: BlockSignal) -> str:
     return "" if odd is None else f" Its {odd[0]} {odd[1]}."
 
 
-def _unused(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """Parameters that nothing depends on, where the other blocks use theirs of that name."""
-    if not evidence.unused or not (each.gradient_mean or 0.0) > 0:
-        return None
-    others = [names for block, names in enumerate(evidence.unused, start=1) if block != each.block]
-    found = [n for n in evidence.unused[each.block - 1] if 2 * sum(n in names for names in others) < len(others)]
-    if not found:
-        return None
-    text = (
-        f"{listed(found)} of block {each.which} get{'s' * (len(found) == 1)} no gradient at all: nothing "
-        f"that the block gives depends on {'it' if len(found) == 1 else 'them'}."
-    )
-    look = (
-        f"Look in {each.name} for a module that is made and not called, for one that is called in its place, and for "
-        f"what cuts a branch off: {CUTS}."
-    )
-    return blame(each, "fault", text, look)
-
-
-def _idle_norm(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _idle_norm(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A norm that does not bring each location to one size."""
     idle = evidence.norms[each.block - 1] if evidence.norms else ()
     if not idle:
@@ -224,7 +211,7 @@ def _idle_norm(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _not_read(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A block whose output nothing reads: the next one that gets a gradient hands it to what came before both.
 
     Where a block behind cuts the graph, that one hands nothing back, and is the one at fault.
@@ -240,7 +227,7 @@ def _not_read(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A factor on the gradient between a block and the next, which hands back more than arrives."""
     following = evidence.signals[each.block + 1 : each.block + 2]
     arrived, handed = each.gradient_mean, following[0].gradient_back if following else 1.0
@@ -254,34 +241,31 @@ def _gradient_factor(evidence: Evidence, each: BlockSignal) -> Fault | None:
     return blame(each, "fault", text, look)
 
 
-def _never_negative(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """An activation on the stream itself, where a branch was meant."""
+def _on_the_stream(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
+    """An activation on the stream itself, where a branch was meant: no entry is negative, or none is much larger than
+    the typical one, though entries of what is read are."""
     before = evidence.signals[each.block - 1]
-    if each.least is None or before.least is None or not before.least < 0 <= each.least:
-        return None
-    text = (
-        f"No entry of what block {each.which} gives is negative, though entries of what it reads are: an "
-        "activation lies on the stream itself."
-    )
-    look = f"Look in {each.name} for an activation behind the sum with the shortcut; it belongs inside a branch."
-    return blame(each, "fault", text, look)
+    if each.least is not None and before.least is not None and before.least < 0 <= each.least:
+        text = (
+            f"No entry of what block {each.which} gives is negative, though entries of what it reads are: an "
+            "activation lies on the stream itself."
+        )
+        look = f"Look in {each.name} for an activation behind the sum with the shortcut; it belongs inside a branch."
+        return blame(each, "fault", text, look)
+    if each.outlier < _BOUNDED <= before.outlier and each.outlier * _CUT <= before.outlier:
+        text = (
+            f"No entry of what block {each.which} gives is larger than {each.outlier:.3g} times the typical "
+            f"one, where it reads up to {before.outlier:.3g} times: the stream itself is clipped, or goes through a "
+            "bounded activation."
+        )
+        look = (
+            f"Look in {each.name} for clamp, tanh or sigmoid behind the sum with the shortcut; they belong in a branch."
+        )
+        return blame(each, "fault", text, look)
+    return None
 
 
-def _bounded(evidence: Evidence, each: BlockSignal) -> Fault | None:
-    """A stream that is cut off: no entry is much larger than the typical one, though entries of what is read are."""
-    before = evidence.signals[each.block - 1]
-    if not each.outlier < _BOUNDED <= before.outlier or each.outlier * _CUT > before.outlier:
-        return None
-    text = (
-        f"No entry of what block {each.which} gives is larger than {each.outlier:.3g} times the typical "
-        f"one, where it reads up to {before.outlier:.3g} times: the stream itself is clipped, or goes through a "
-        "bounded activation."
-    )
-    look = f"Look in {each.name} for clamp, tanh or sigmoid behind the sum with the shortcut; they belong in a branch."
-    return blame(each, "fault", text, look)
-
-
-def _norm_jump(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _norm_jump(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A factor on the whole stream: at every location, since a few may grow by as much in sound networks."""
     before, after = evidence.signals[each.block - 1], evidence.signals[each.block + 1 : each.block + 2]
     if not before.norm_min > 0 or not each.norm_min > 0:
@@ -310,7 +294,7 @@ def in_one_channel(each: BlockSignal) -> bool:
     return each.kurtosis > 10 and each.kurtosis > 0.1 * each.outlier**2
 
 
-def _alike(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _alike(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     before = evidence.signals[each.block - 1]
     if in_one_channel(each) and not in_one_channel(before) and each.cosine_mean > _ALIKE:
         text = f"One channel holds nearly all of the norm {at(each)}, so that all locations point the same way."
@@ -337,10 +321,11 @@ def _on_one_line(each: BlockSignal) -> bool:
     return apart or min(map(abs, each.cosine_quantiles)) > _ALIKE
 
 
-def _unchanged(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _unchanged(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """A block that hands on what it reads, unlike the others."""
     same = [_is_same(before, after) for before, after in pairwise(evidence.signals)]
-    if not same[each.block - 1] or not (2 * sum(same) < len(same) or len(same) == 1):
+    odd = 2 * sum(same) < len(same) or (len(same) == 1 and not starts_at_zero(evidence, each.block))
+    if not same[each.block - 1] or not odd:
         return None
     text = f"Block {each.which} hands on what it reads unchanged: neither of its branches adds anything."
     return blame(
@@ -354,7 +339,26 @@ def _is_same(before: BlockSignal, after: BlockSignal) -> bool:
     return alike and after.kept is not None and abs(after.kept - 1.0) < 1e-12
 
 
-def _no_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _unused(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
+    """Parameters that nothing depends on, where the other blocks use theirs of that name."""
+    if not evidence.unused or not (each.gradient_mean or 0.0) > 0:
+        return None
+    others = [names for block, names in enumerate(evidence.unused, start=1) if block != each.block]
+    found = [n for n in evidence.unused[each.block - 1] if 2 * sum(n in names for names in others) < len(others)]
+    if not found:
+        return None
+    text = (
+        f"{listed(found)} of block {each.which} get{'s' * (len(found) == 1)} no gradient at all: nothing "
+        f"that the block gives depends on {'it' if len(found) == 1 else 'them'}."
+    )
+    look = (
+        f"Look in {each.name} for a module that is made and not called, for one that is called in its place, and for "
+        f"what cuts a branch off: {CUTS}."
+    )
+    return blame(each, "fault", text, look)
+
+
+def _no_gradient(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Matrices that no gradient reaches though one reaches the block."""
     silent = _silent(evidence, each) if (each.gradient_mean or 0.0) > 0 else []
     if not silent:
@@ -365,7 +369,7 @@ def _no_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
         f"Look in {each.name} for what cuts this branch off: {CUTS}, a factor of zero on it, or an activation that is "
         "never on (a bias far below zero)."
     )
-    weights = evidence.weights[each.block - 1] if evidence.weights else {}
+    weights = evidence.weights[each.block - 1]
     if all(label in weights and weights[label].group in ("query", "key") for label in silent):
         look = (
             f"What attention gives there does not depend on its scores. Look in {each.name} for keys and values that "
@@ -380,23 +384,20 @@ def _silent(evidence: Evidence, each: BlockSignal) -> list[str]:
     Gradients are taken relative to what reaches the block. A branch behind a factor that starts at zero, and that
     learns, is no fault.
     """
-    if not evidence.gradients:
-        return []
-    own = evidence.gradients[each.block - 1]
+    own, weights = evidence.gradients[each.block - 1], evidence.weights[each.block - 1]
     found = [label for label in own if each.block in apart(_relative(evidence, label), 1 / _DIP, low=True)]
-    weights = evidence.weights[each.block - 1] if evidence.weights else {}
     factors = {n: w for n, w in weights.items() if not w.matrix and "bias" not in n}
     if all(weight.size == 0 for weight in factors.values() if weight.group == "norm") and not _is_same(
         evidence.signals[each.block - 1], each
     ):
         factors = {n: w for n, w in factors.items() if w.group != "norm"}  # one is added to these norms' weights
-    if found or any(weight.size == 0 for weight in factors.values()):
+    if found or any(weight.size == 0 for weight in factors.values()) or starts_at_zero(evidence, each.block):
         return found
     branches: dict[str, list[str]] = {}
     for label in own:
         parts = label.split(".")
-        listed = len(parts) > 3 and parts[1].isdigit()  # a list of branches, not one of matrices
-        branches.setdefault(".".join(parts[: 2 if listed else 1]), []).append(label)
+        numbered = len(parts) > 3 and parts[1].isdigit()  # a list of branches, not one of matrices
+        branches.setdefault(".".join(parts[: 2 if numbered else 1]), []).append(label)
     dead = [labels for labels in branches.values() if len(labels) > 1 and not any(own[label] for label in labels)]
     groups, sizes = each.parameter_gradients, each.parameter_sizes
     values = groups.get("value") == 0 and sizes.get("output", 0.0) > 0 and sizes.get("value", 0.0) > 0
@@ -418,7 +419,7 @@ def _relative(evidence: Evidence, label: str) -> dict[int, float]:
     return found
 
 
-def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     """Rows or locations that reach the block's output but get no gradient before it."""
     before = evidence.signals[each.block - 1]
     if before.gradient_zeros is None or each.gradient_zeros is None or before.gradient_zeros >= 1:
@@ -437,7 +438,8 @@ def _locations_without_gradient(evidence: Evidence, each: BlockSignal) -> Fault 
 _LEAKS = {
     "rows": (
         "mixes the rows of the batch: a row's output changes with another row's input",
-        "an operation over the first axis: a mean, a norm, an index or a reshape that takes rows for locations",
+        "an operation over the first axis: a mean, a norm, an index or a reshape that takes rows for locations, or one "
+        "scale for all rows, as dynamic quantisation takes",
     ),
     "copied": (
         "gives every row of the batch the same output, though their inputs differ",
@@ -455,9 +457,9 @@ _LEAKS = {
 }
 
 
-def _leak(evidence: Evidence, each: BlockSignal) -> Fault | None:
+def _leak(evidence: Evidence, each: BlockSignal) -> Diagnosis | None:
     for kind, (what, where) in _LEAKS.items():
-        if evidence.leaks.get(kind) == each.block:
+        if evidence.seen.leaks.get(kind) == each.block:
             text = f"Block {each.which} {what}."
             return blame(each, "leak", text, f"Look in {each.name} for {where}.")
     return None
@@ -465,11 +467,9 @@ def _leak(evidence: Evidence, each: BlockSignal) -> Fault | None:
 
 _RULES = (
     _zeros,
-    _parameters,
     _cut,
     _alike,
-    _never_negative,
-    _bounded,
+    _on_the_stream,
     _leak,
     _idle_norm,
     _unused,

@@ -175,9 +175,9 @@ class GradientTaker:
         None where the whole block is. A module that leaves one of several out, as for a kind of input, means it.
         """
         learning = [each for each in block if each.parameter.requires_grad]
-        reached = {_shared_name(each.name) for each in learning if id(each.parameter) in self._reached}
+        reached = {shared_name(each.name) for each in learning if id(each.parameter) in self._reached}
         used = {name.rpartition(".")[0] for name in reached}
-        unused = [each.name for each in learning if _shared_name(each.name).rpartition(".")[0] not in used]
+        unused = [each.name for each in learning if shared_name(each.name).rpartition(".")[0] not in used]
         return tuple(unused) if reached else ()
 
 
@@ -220,13 +220,13 @@ class BlockGradients:
         for (group, label), value in squares.items():
             groups[group] = groups.get(group, 0.0) + value
             if label:
-                name = _shared_name(label)
+                name = shared_name(label)
                 matrices[name] = matrices.get(name, 0.0) + value
         ordered = {group: groups[group] ** 0.5 for group in GROUPS if group in groups}
         return cls(ordered, {name: value**0.5 for name, value in matrices.items()}, unused)
 
 
-def _shared_name(label: str) -> str:
+def shared_name(label: str) -> str:
     """One name for the same parameter of all experts."""
     return re.sub(r"(experts?)\.(expert_)?\d+\.", r"\1.*.", label)
 

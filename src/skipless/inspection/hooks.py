@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from skipless.inspection.attention import AttentionStats, AttentionWatch, of_shaped
 from skipless.inspection.gradients import BlockGradients, Weight, matrix_sizes
 from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.stacks import check_recorded, hidden, is_called, listening
+from skipless.inspection.stacks import TORCHS, check_recorded, hidden, is_called, listening
 from skipless.inspection.statistics import (
     ActivationStats,
     Described,
@@ -32,7 +32,6 @@ from skipless.inspection.statistics import (
 )
 from skipless.nn.attention import ShapedAttention
 
-_TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _MEASURED = [each.name for each in fields(ActivationStats) if each.name not in ("norms", "picture")]
 
 
@@ -363,11 +362,18 @@ def _by_block(numbers: Mapping[int, Tensor]) -> dict[int, np.ndarray]:
 
 
 def exchanged(args: tuple, kwargs: dict, old: Tensor, new: Tensor) -> tuple[tuple, dict]:
-    """A module's arguments with one tensor in another's place."""
-    return (
-        tuple(new if value is old else value for value in args),
-        {name: new if value is old else value for name, value in kwargs.items()},
-    )
+    """A module's arguments with one tensor in another's place, also inside a plain tuple, list or dict; the last two
+    stay the same objects, since the model may hold them."""
+
+    def exchange(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(exchange, value))
+        if type(value) in (list, dict):
+            for place, each in [*(enumerate(value) if type(value) is list else value.items())]:
+                value[place] = exchange(each)
+        return new if value is old else value
+
+    return exchange(args), exchange(kwargs)
 
 
 def batch_second(
@@ -384,7 +390,7 @@ def batch_second(
     """
     flagged = any(getattr(module, "batch_first", True) is False for block in blocks for module in block.modules())
     shape = tuple(x.shape[:2])
-    if x.dim() != 3 or given is None or all(type(block) in _TORCHS for block in blocks):
+    if x.dim() != 3 or given is None or all(type(block) in TORCHS for block in blocks):
         return flagged
     if given[0] != given[1] and shape in (given, given[::-1]):
         return shape != given

@@ -71,8 +71,9 @@ def _check_values(model: nn.Module) -> None:
 
 def _check_ids(model: nn.Module, ids: Tensor) -> None:
     if ids.dim() != 2:
+        images = "; images are given as floats" * (ids.dim() == 4)
         raise ValueError(
-            f"token ids are {tuple(ids.shape)}; they must be (rows, T): ids[None] makes a batch of one row"
+            f"token ids are {tuple(ids.shape)}; they must be (rows, T): ids[None] makes a batch of one row{images}"
         )
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"token ids are {ids.dtype}; an embedding reads torch.int64 or torch.int32: ids.long()")
@@ -147,7 +148,18 @@ def model_inputs(model: nn.Module, batch: Batch) -> tuple[tuple, dict[str, Any]]
 def answer(model: nn.Module, batch: Batch) -> Any:
     """What the model gives for a batch."""
     args, kwargs = model_inputs(model, batch)
-    return model(*args, **kwargs)
+    try:
+        return model(*args, **kwargs)
+    except IndexError as error:
+        tables = {name: len(m.weight) for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        shape = rows_and_length(batch)
+        if not tables or shape is None:
+            raise
+        rows = ", ".join(f"{name} {count}" for name, count in tables.items())
+        raise ValueError(
+            f"the model looks up what is not there ({error}): a row of the batch has {shape[1]} locations, and the "
+            f"model's tables have so many rows: {rows}; give ids and a length that are in them"
+        ) from error
 
 
 def with_decoder_ids(model: nn.Module, batch: Batch, labels: Tensor | None) -> Batch:
@@ -309,7 +321,10 @@ def check_labels(labels: Tensor, classes: int) -> None:
     """Integers in 0 … classes−1, or −100; torch itself reads past the end, dies without a word, or ignores what wrapped
     around to −100."""
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are {labels.dtype}; class labels are integers, as in torch.long")
+        raise ValueError(
+            f"labels are {labels.dtype}; class labels are integers, as in torch.long: for a loss of another kind give "
+            "loss=lambda output: …"
+        )
     largest = torch.iinfo(labels.dtype).max
     if largest < classes - 1:
         raise ValueError(

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.inspection.diagnosis import Structure, diagnose, from_behind
+from skipless.console import text_table
+from skipless.inspection.diagnosis import diagnose, from_behind
 from skipless.inspection.evidence import Evidence
-from skipless.inspection.gradients import BlockGradients, GradientTaker, Weight, weights_of
+from skipless.inspection.gradients import BlockGradients, GradientTaker, weights_of
 from skipless.inspection.hooks import Recorder, undisturbed
 from skipless.inspection.inputs import (
     Batch,
@@ -90,16 +91,15 @@ def inspect(
         complete = in_order(recorders)
         if not complete:
             raise ValueError(_not_run(recorders))
-        weights, idle, beside = _held(model, recorders)
-        seen = _probed(model, batch, complete)
+        (beside,) = idle_norms([_outside(model, recorders)])
+        seen = zip(complete, _probed(model, batch, complete), strict=True)
+        alone = [_evidence(model, recorder, gradients, each) for recorder, each in seen]
     found = []
-    every = [_evidence(each, gradients, weights, idle) for each in complete]
-    for recorder, each, own in zip(complete, seen, every, strict=True):
-        evidence = replace(own, wired=each.wired, leaks=each.leaks, kin=_kin(recorder, complete, every))
+    for recorder, own in zip(complete, alone, strict=True):
+        evidence = _with_others(own, [each for each in alone if each is not own])
         if native is not None:
             evidence = replace(evidence, signals=_with_theory(evidence.signals, native, recorder))
-        said = on_stack(model, recorder.blocks, evidence, each)
-        found.append(judged(model, name, recorder, evidence, thresholds, said))
+        found.append(judged(name, recorder, evidence, thresholds, on_stack(evidence)))
     whole = at_fault(found, recorders)
     return replace(whole, notes=(*whole.notes, *notes, *idle_outside(beside)))
 
@@ -206,36 +206,35 @@ def _not_run(recorders: Sequence[Recorder]) -> str:
     return f"block {missing} did not run in this forward; name the blocks that do: blocks=[…]"
 
 
-def _held(
-    model: nn.Module, recorders: Sequence[Recorder]
-) -> tuple[dict[str, Mapping[str, Weight]], dict[str, Sequence[str]], Sequence[str]]:
-    """By the block's name its parameters and its norms that do not normalise; and such norms outside the blocks."""
-    every = [block for recorder in in_order(recorders) for block in recorder.blocks]
-    names, modules = [name for name, _ in every], [module for _, module in every]
-    *idle, beside = idle_norms([*(module.named_modules() for module in modules), _outside(model, recorders)])
-    return dict(zip(names, weights_of(modules), strict=True)), dict(zip(names, idle, strict=True)), beside
-
-
 def _probed(model: nn.Module, batch: Batch, recorders: Sequence[Recorder]) -> list[Seen]:
     """What each stack sees; of two kinds of ids, of those that enter it."""
     watched = [_watched(recorder) for recorder in recorders]
-    found: dict[int, Seen] = {}
+    found, refused = [Seen(reads=False)] * len(watched), False
     for second in (False, True):
-        left = [index for index in range(len(watched)) if index not in found or not found[index].reads]
-        if second and (not left or id_keys(batch)[1] is None):
+        left = [index for index, seen in enumerate(found) if not seen.reads]
+        if not left or (second and id_keys(batch)[1] is None):
             break
         try:
-            found |= dict(zip(left, probe(model, batch, [watched[index] for index in left], second), strict=True))
+            asked = probe(model, batch, [watched[index] for index in left], second, known=second and not refused)
         except Exception as error:  # a model may refuse three rows, or its hooks what has no gradient
-            why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
-            note = f"Whether it sees the future or other rows was not asked: {why}."
-            found |= dict.fromkeys(left, Seen(note=note))
+            refused, asked = True, [Seen(note=_not_asked("the future or other rows", error), reads=False)] * len(left)
+        for index, seen in zip(left, asked, strict=True):
+            found[index] = seen if seen.reads or seen.note else found[index]
     if padding(batch) is not None:
-        seen = padding_seen(model, batch, watched)
-        for index, block in enumerate(seen):
+        try:
+            blocks = padding_seen(model, batch, watched)
+        except Exception as error:
+            note = _not_asked("padding", error)
+            return [replace(seen, note=" ".join(filter(None, (seen.note, note)))) for seen in found]
+        for index, block in enumerate(blocks):
             if block is not None and recorders[index].attention:
                 found[index] = replace(found[index], leaks={**found[index].leaks, "padding": block})
-    return [found[index] for index in range(len(recorders))]
+    return found
+
+
+def _not_asked(what: str, error: Exception) -> str:
+    why = (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
+    return f"Whether it sees {what} was not asked: {why}."
 
 
 def _watched(recorder: Recorder) -> Watched:
@@ -247,36 +246,34 @@ def _watched(recorder: Recorder) -> Watched:
     return Watched(blocks, recorder.swapped, causal, bool(ahead), named)
 
 
-def _evidence(
-    recorder: Recorder,
-    gradients: Mapping[str, BlockGradients],
-    weights: Mapping[str, Mapping[str, Weight]],
-    idle: Mapping[str, Sequence[str]],
-) -> Evidence:
-    """What was measured in a stack itself; the others are by block of all stacks."""
-    names = [name for name, _ in recorder.blocks]
-    taken, held = [gradients[name] for name in names], [weights[name] for name in names]
+def _evidence(model: nn.Module, recorder: Recorder, gradients: Mapping[str, BlockGradients], seen: Seen) -> Evidence:
+    """What was measured in a stack itself. gradients: by the block's name."""
+    modules = [block for _, block in recorder.blocks]
+    weights, taken = weights_of(modules), [gradients[name] for name, _ in recorder.blocks]
     return Evidence(
-        signals=recorder.signals(taken, held),
-        weights=held,
+        model,
+        recorder.blocks,
+        recorder.signals(taken, weights),
+        weights,
         gradients=[each.matrices for each in taken],
         unused=[each.unused for each in taken],
-        cousins=[each for name, each in weights.items() if name not in names],
-        norms=[idle[name] for name in names],
+        norms=idle_norms([module.named_modules() for module in modules]),
+        seen=seen,
         padded=recorder.options.mask is not None,
     )
 
 
-def _kin(recorder: Recorder, recorders: Sequence[Recorder], every: Sequence[Evidence]) -> list[BlockSignal]:
-    """Signals of the blocks of other stacks whose class is that of this one's."""
-    own = {type(block).__name__ for _, block in recorder.blocks}
-    return [
+def _with_others(own: Evidence, others: Sequence[Evidence]) -> Evidence:
+    """A stack with what may stand in for siblings: parameters of other stacks, and signals of their blocks of its own
+    class."""
+    classes = {type(block).__name__ for _, block in own.blocks}
+    kin = [
         signal
-        for other, evidence in zip(recorders, every, strict=True)
-        if other is not recorder
-        for (_, block), signal in zip(other.blocks, evidence.signals[1:], strict=True)
-        if type(block).__name__ in own
+        for each in others
+        for (_, block), signal in zip(each.blocks, each.signals[1:], strict=True)
+        if type(block).__name__ in classes
     ]
+    return replace(own, cousins=[weights for each in others for weights in each.weights], kin=kin)
 
 
 def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder: Recorder) -> tuple[BlockSignal, ...]:
@@ -294,7 +291,6 @@ def _with_theory(signals: tuple[BlockSignal, ...], native: Transformer, recorder
 
 
 def judged(
-    model: nn.Module,
     name: str,
     recorder: Recorder,
     evidence: Evidence,
@@ -302,9 +298,17 @@ def judged(
     notes: Iterable[str] = (),
 ) -> Inspection:
     """The inspection of one stack."""
-    verdict, advice = diagnose(evidence, Structure.of(model, recorder.blocks, evidence.signals), thresholds)
-    measured = recorder.kernels, recorder.locations
-    return Inspection(name, evidence.signals, verdict, advice, *measured, tuple(notes))
+    found = diagnose(evidence, thresholds)
+    return Inspection(
+        name,
+        evidence.signals,
+        found.verdict,
+        found.advice,
+        kernels=recorder.kernels,
+        locations=recorder.locations,
+        notes=tuple(notes),
+        at_fault=found.at_fault,
+    )
 
 
 def at_fault(found: list[Inspection], recorders: list[Recorder]) -> Inspection:
@@ -361,15 +365,4 @@ def assert_signal_preserved(
     kind = found.verdict.kind
     if kind == "preserved" or (kind == "drift" and allow_drift):
         return found
-    raise AssertionError(f"{found.model}: {found.verdict.text} {found.advice}\n{_around(found)}")
-
-
-def _around(found: Inspection) -> str:
-    """The numbers of the blocks next to the verdict's."""
-    at = found.verdict.block or 0
-    near = [each for each in found.blocks if abs(each.block - at) <= 2]
-    lines = ["block  norm²     cosine   gradient²"]
-    for each in near:
-        gain = "-" if each.gradient_mean is None else f"{each.gradient_mean:.3g}"
-        lines.append(f"{each.block:>5}  {each.norm_mean:<8.3g}  {each.cosine_mean:<7.4f}  {gain}")
-    return "\n".join(lines)
+    raise AssertionError(f"{found.model}: {found.verdict.text} {found.advice}\n{text_table(*found.table())}")

@@ -112,7 +112,8 @@ class Inspection:
     advice: what to change, in plain words, empty when healthy.
     locations: "norm" and, where gradients were taken, "gradient": (blocks+1, T), means over rows, NaN at padding.
     notes: what else was seen, a sentence each. others: the network's other stacks of blocks, as in encoder-decoders;
-    blocks and verdict are of the one at fault, or of the longest.
+    blocks and verdict are of the one at fault, or of the longest. at_fault: whether the verdict's block itself is to
+    blame, rather than the place where a signal is lost that many blocks wear down.
     """
 
     model: str
@@ -123,6 +124,7 @@ class Inspection:
     locations: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
     notes: tuple[str, ...] = ()
     others: tuple["Inspection", ...] = field(default=(), repr=False)
+    at_fault: bool = False
 
     @property
     def healthy(self) -> bool:
@@ -172,6 +174,7 @@ class Inspection:
         return {
             "model": self.model,
             "verdict": asdict(self.verdict),
+            "at_fault": self.at_fault,
             "advice": self.advice,
             "blocks": blocks,
             "kernels": kernels,
@@ -196,7 +199,8 @@ class Inspection:
             notes = tuple(str(note) for note in data.get("notes", ()))
             others = tuple(cls.from_dict(other) for other in data.get("others", ()))
             advice = str(data.get("advice") or "")
-            return cls(str(data["model"]), blocks, verdict, advice, stack, locations, notes, others)
+            alone = check(data.get("at_fault", verdict.kind in ("leak", "fault")), bool, "at_fault")
+            return cls(str(data["model"]), blocks, verdict, advice, stack, locations, notes, others, alone)
 
     @classmethod
     def of_states(cls, model: str, states: np.ndarray, *, normalised: bool = False) -> "Inspection":
@@ -207,7 +211,7 @@ class Inspection:
         states = np.asarray(states, dtype=np.float64)
         unjudged = [np.ones(states.shape[1])] * len(states)
         certificate = judge(list(states), unjudged, normalised=normalised)
-        cosines = np.stack([_cosines(state) for state in states])
+        cosines = np.stack([cosines_of(state) for state in states])
         blocks = tuple(
             replace(
                 _certified(asdict(at), cosine),
@@ -291,7 +295,7 @@ def _name(block: int) -> str:
     return "input" if block == 0 else f"block {block}"
 
 
-def _cosines(state: np.ndarray) -> np.ndarray:
+def cosines_of(state: np.ndarray) -> np.ndarray:
     """Cosines, or NaN throughout where a norm is zero or not finite."""
     if not (np.isfinite(state).all() and (np.diagonal(state) > 0).all()):
         return np.full_like(state, np.nan)

@@ -1,11 +1,13 @@
 """Notes: what may be meant, or takes no signal away, and so is no verdict.
 
-A new note on how blocks are put together is an entry of _WIRED; one on a block that differs from the others belongs in
-siblings.py; any other is a function that `on_stack` or, for the whole model, `of_model` calls.
+A note reads the evidence on a stack and gives sentences; a new one goes into _ON_STACK at the end of this file. One on
+how blocks are put together is an entry of _WIRED; one on a block that differs from the others belongs in siblings.py;
+one on the whole model is a function that `of_model` calls.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -14,12 +16,10 @@ from torch import Tensor, nn
 
 from skipless.inspection.branches import LEFT
 from skipless.inspection.evidence import CUTS, Evidence, listed, listed_blocks
-from skipless.inspection.gradients import Weight, reaches
+from skipless.inspection.gradients import reaches
 from skipless.inspection.inputs import own_network, readable
-from skipless.inspection.inspection import BlockSignal
-from skipless.inspection.probes import Seen, drowned, hardly_mixed
 from skipless.inspection.siblings import set_apart
-from skipless.inspection.stacks import Block, plain_lists
+from skipless.inspection.stacks import plain_lists
 from skipless.inspection.statistics import fetched
 from skipless.inspection.wiring import Wired
 
@@ -34,29 +34,13 @@ _TABLES = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # what makes a stream
 _EPSILON = 1e-2  # of a norm: usual are 1e-12 to 1e-5
 
 
-def on_stack(model: nn.Module, blocks: Sequence[Block], evidence: Evidence, seen: Seen) -> Iterator[str]:
+def on_stack(evidence: Evidence) -> Iterator[str]:
     """A sentence or two on each thing about a stack of blocks."""
-    names = [each.which for each in evidence.signals[1:]]
-    yield from _probed(names, seen)
-    yield from _frozen(blocks, names)
-    yield from _dropped(blocks)
-    yield from _epsilons(blocks)
-    yield from _shared(blocks, names)
-    yield from _without_attention(names, evidence.signals[1:], evidence.weights)
-    yield from _norms_of_zero(evidence)
-    yield from _unused(evidence)
-    yield from _wired(names, evidence.wired)
-    yield from _looks_back(model, evidence.signals[1:])
-    yield from _batch_norms(blocks)
-    yield from _scaled(model, evidence.wired)
-    yield from _gains(evidence)
-    yield from _no_shortcuts(model, names, evidence)
-    yield from _first_hidden(names, evidence)
-    yield from _constants(evidence)
-    yield from set_apart(blocks, names, evidence)
+    return chain.from_iterable(note(evidence) for note in _ON_STACK)
 
 
-def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
+def _probed(evidence: Evidence) -> Iterator[str]:
+    seen = evidence.seen
     if seen.note:
         yield seen.note
     if seen.ordered is False:
@@ -64,7 +48,7 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
             "It does not see positions: the same tokens in another order give the same. Add positions, or look at "
             "those that it has: they may be the same for all locations. A set needs none."
         )
-    if hardly_mixed(seen):
+    if seen.hardly_mixed:
         yield (
             "Locations hardly see each other: with other tokens before it, the last one moves by "
             f"{seen.context:.1e} of its norm. Look at the size of the token embedding beside what blocks add to it, "
@@ -72,11 +56,11 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
         )
     if seen.unsteady is not None:
         yield (
-            f"Block {names[seen.unsteady - 1]} does not give the same twice for the same input, though the model is "
-            "in evaluation mode. Look there for a dropout that is always on (F.dropout needs "
+            f"Block {evidence.names[seen.unsteady - 1]} does not give the same twice for the same input, though the "
+            "model is in evaluation mode. Look there for a dropout that is always on (F.dropout needs "
             "training=self.training) and for other random numbers. What the model sees was not asked."
         )
-    if drowned(seen):
+    if seen.drowned:
         yield (
             f"Tokens hardly matter: behind the first block, rows of other tokens differ by {seen.told_apart:.1%} of "
             "their norm. Look at the size of the token embedding beside that of positions and biases added to it."
@@ -97,8 +81,9 @@ def _probed(names: Sequence[str], seen: Seen) -> Iterator[str]:
 def _norms_of_zero(evidence: Evidence) -> Iterator[str]:
     """Norms that multiply by zero in all blocks, so that branches read nothing: no gradient reaches values. Some norms
     add one to their weights, and start at zero."""
-    first = evidence.weights[0] if evidence.weights else {}
-    scales = [label for label, weight in first.items() if weight.group == "norm" and not label.endswith("bias")]
+    scales = [
+        label for label, weight in evidence.weights[0].items() if weight.group == "norm" and not label.endswith("bias")
+    ]
     zero = [label for label in scales if all(label in own and own[label].size == 0 for own in evidence.weights)]
     if zero and all(each.parameter_gradients.get("value") == 0 for each in evidence.signals[1:]):
         yield (
@@ -137,33 +122,33 @@ _WIRED: dict[Callable[[Wired], Sequence | bool | None], str] = {
 }
 
 
-def _wired(names: Sequence[str], every: Sequence[Wired]) -> Iterator[str]:
+def _wired(evidence: Evidence) -> Iterator[str]:
     """How blocks are put together."""
     for seen, words in _WIRED.items():
-        found = {name: value for name, wired in zip(names, every, strict=False) if (value := seen(wired))}
+        every = zip(evidence.names, evidence.wired, strict=False)
+        found = {name: value for name, wired in every if (value := seen(wired))}
         if found:
             first = next(iter(found.values()))
             yield f"{_in_blocks([*found])} {words.format(*(first if isinstance(first, tuple) else ()))}"
 
 
-def _first_hidden(names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+def _first_hidden(evidence: Evidence) -> Iterator[str]:
     """A key that no query sees."""
-    signals = zip(names, evidence.signals[1:], strict=False)
-    blind = [name for name, each in signals if each.attention_first == 0 and not evidence.padded]
-    if blind:
+    blind = [each.which for each in evidence.signals[1:] if each.attention_first == 0]
+    if blind and not evidence.padded:
         yield (
             f"{_in_blocks(blind)} no location puts any weight on the first one: a mask hides it. If that "
             "is not meant: look for a mask that is off by one, or made for another token."
         )
 
 
-def _scaled(model: nn.Module, every: Sequence[Wired]) -> Iterator[str]:
+def _scaled(evidence: Evidence) -> Iterator[str]:
     """A scale of scores that all blocks have and that is one of those that come of mistakes, unless the model's config
     states it."""
-    scales, wired = [each.scale for each in every if each.scale], every[0] if every else Wired()
+    scales, wired = [each.scale for each in evidence.wired if each.scale], next(iter(evidence.wired), Wired())
     if wired.head_width < 2 or not scales or max(scales) > 1.001 * min(scales):
         return
-    config = getattr(getattr(model, "config", None), "__dict__", {})
+    config = getattr(getattr(evidence.model, "config", None), "__dict__", {})
     stated = [
         v for n, v in config.items() if isinstance(v, int | float) and any(w in n for w in ("scal", "multiplier"))
     ]
@@ -209,23 +194,27 @@ def _gains(evidence: Evidence) -> Iterator[str]:
         )
 
 
-def _no_shortcuts(model: nn.Module, names: Sequence[str], evidence: Evidence) -> Iterator[str]:
+def _no_shortcuts(evidence: Evidence) -> Iterator[str]:
     """A network of which no block has a shortcut. Ours says so itself."""
     kept = evidence.numbers(lambda signal: signal.kept)
-    if own_network(model) is None and len(kept) == evidence.depth and all(abs(each) < LEFT for each in kept.values()):
+    if (
+        own_network(evidence.model) is None
+        and len(kept) == evidence.depth
+        and all(abs(each) < LEFT for each in kept.values())
+    ):
         yield (
-            f"{'No block carries' if len(kept) > 1 else f'Block {names[0]} does not carry'} its input on: of what "
-            f"tells locations apart {median(kept.values()):z.2f} is kept, where a shortcut keeps about 1. Some "
+            f"{'No block carries' if len(kept) > 1 else f'Block {evidence.names[0]} does not carry'} its input on: of "
+            f"what tells locations apart {median(kept.values()):z.2f} is kept, where a shortcut keeps about 1. Some "
             "networks have none by design. If that is not meant: look for the sum of a branch with what it reads."
         )
 
 
-def _looks_back(model: nn.Module, signals: Sequence[BlockSignal]) -> Iterator[str]:
+def _looks_back(evidence: Evidence) -> Iterator[str]:
     """A causal mask in every block of a model whose class says that it is to read both ways."""
-    ahead = [each.attention_ahead for each in signals]
-    if type(model).__name__.endswith(_BOTH_WAYS) and ahead and all(weight == 0 for weight in ahead):
+    ahead, name = [each.attention_ahead for each in evidence.signals[1:]], type(evidence.model).__name__
+    if name.endswith(_BOTH_WAYS) and ahead and all(weight == 0 for weight in ahead):
         yield (
-            f"No block looks ahead of a location, though {type(model).__name__} is made to read both ways. Look for a "
+            f"No block looks ahead of a location, though {name} is made to read both ways. Look for a "
             "causal mask, or is_causal=True, in the class of all blocks."
         )
 
@@ -283,7 +272,7 @@ def of_model(model: nn.Module, batch: Any, output: Any, cut: Sequence[str]) -> I
             "What the model gives are probabilities: none is negative and each location's sum to 1. Cross-entropy "
             "takes logits, since it has a softmax of its own: leave out the last one."
         )
-    elif some.numel() >= _MANY and bool((some <= 1).all()):
+    elif some.numel() >= _MANY and bool((some <= 1).all() & (some > 0).any()):
         yield (
             "All numbers that the model gives lie between 0 and 1, as behind a sigmoid. Cross-entropy takes logits, of "
             "any size: leave out what bounds them."
@@ -351,7 +340,8 @@ def _unregistered(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
+def _frozen(evidence: Evidence) -> Iterator[str]:
+    blocks, names = evidence.blocks, evidence.names
     still = [not any(parameter.requires_grad for parameter in block.parameters()) for _, block in blocks]
     if any(still) and not all(still):
         which = [name for name, frozen in zip(names, still, strict=True) if frozen]
@@ -371,9 +361,9 @@ def _frozen(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
             )
 
 
-def _batch_norms(blocks: Sequence[Block]) -> Iterator[str]:
+def _batch_norms(evidence: Evidence) -> Iterator[str]:
     """BatchNorm in a block without a convolution."""
-    for name, block in blocks:
+    for name, block in evidence.blocks:
         kinds = [(inner, module) for inner, module in block.named_modules() if isinstance(module, _BATCH_NORMS)]
         if kinds and not any(isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) for module in block.modules()):
             yield (
@@ -383,8 +373,8 @@ def _batch_norms(blocks: Sequence[Block]) -> Iterator[str]:
             return
 
 
-def _dropped(blocks: Sequence[Block]) -> Iterator[str]:
-    for name, block in blocks:
+def _dropped(evidence: Evidence) -> Iterator[str]:
+    for name, block in evidence.blocks:
         for inner, module in block.named_modules():
             shares = {"p": getattr(module, "p", None)} if "Dropout" in type(module).__name__ else vars(module)
             for word, share in shares.items():
@@ -397,9 +387,9 @@ def _dropped(blocks: Sequence[Block]) -> Iterator[str]:
                     break
 
 
-def _epsilons(blocks: Sequence[Block]) -> Iterator[str]:
+def _epsilons(evidence: Evidence) -> Iterator[str]:
     """A number that a norm adds to what it divides by, so large that it decides."""
-    for name, block in blocks:
+    for name, block in evidence.blocks:
         for inner, module in block.named_modules():
             eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
             if "norm" in type(module).__name__.lower() and isinstance(eps, int | float) and eps >= _EPSILON:
@@ -411,11 +401,11 @@ def _epsilons(blocks: Sequence[Block]) -> Iterator[str]:
                 return
 
 
-def _shared(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
+def _shared(evidence: Evidence) -> Iterator[str]:
     """Parameters that several blocks have in common, as one object."""
     owners: dict[int, list[int]] = {}
     labels: dict[int, str] = {}
-    for index, (_, block) in enumerate(blocks):
+    for index, (_, block) in enumerate(evidence.blocks):
         for label, parameter in block.named_parameters():
             owners.setdefault(id(parameter), []).append(index)
             labels.setdefault(id(parameter), label)
@@ -425,24 +415,21 @@ def _shared(blocks: Sequence[Block], names: Sequence[str]) -> Iterator[str]:
             groups.setdefault(tuple(found), []).append(labels[key])
     for found, shared in groups.items():
         yield (
-            f"{listed_blocks([names[index] for index in found])} share {listed(shared)}: they are the same parameters. "
-            "If that is not meant: make a module for each block."
+            f"{listed_blocks([evidence.names[index] for index in found])} share {listed(shared)}: they are the same "
+            "parameters. If that is not meant: make a module for each block."
         )
 
 
-def _without_attention(
-    names: Sequence[str], signals: Sequence[BlockSignal], weights: Sequence[Mapping[str, Weight]]
-) -> Iterator[str]:
+def _without_attention(evidence: Evidence) -> Iterator[str]:
     """One block that is built as two others are."""
-    without = [index for index, each in enumerate(signals) if each.attention_spread is None]
+    without = [index for index, each in enumerate(evidence.signals[1:]) if each.attention_spread is None]
     if len(without) != 1:
         return
-    index = without[0]
-    shapes = [{label: weight.entries for label, weight in own.items()} for own in weights]
-    if sum(shape == shapes[index] for shape in shapes) > 2:
+    shapes = [{label: weight.entries for label, weight in own.items()} for own in evidence.weights]
+    if shapes.count(shapes[without[0]]) > 2:
         yield (
-            f"No attention was seen in block {names[index]}, only in the others, which are built alike. Look there for "
-            "a softmax that is missing or that runs over queries instead of keys."
+            f"No attention was seen in block {evidence.names[without[0]]}, only in the others, which are built alike. "
+            "Look there for a softmax that is missing or that runs over queries instead of keys."
         )
 
 
@@ -466,3 +453,24 @@ def _untied(model: nn.Module) -> Iterator[str]:
 def _in_blocks(names: Sequence[str]) -> str:
     which = listed_blocks(names).rstrip(",")
     return f"In {which[0].lower()}{which[1:]},"
+
+
+_ON_STACK = (
+    _probed,
+    _frozen,
+    _dropped,
+    _epsilons,
+    _shared,
+    _without_attention,
+    _norms_of_zero,
+    _unused,
+    _wired,
+    _looks_back,
+    _batch_norms,
+    _scaled,
+    _gains,
+    _no_shortcuts,
+    _first_hidden,
+    _constants,
+    set_apart,
+)

@@ -64,6 +64,16 @@ class Seen:
     reads: bool = True
     context: float | None = None
 
+    @property
+    def hardly_mixed(self) -> bool:
+        """Whether locations see each other, and hardly: not as behind outputs that start at zero."""
+        return self.context is not None and _ORDER < self.context <= _CONTEXT
+
+    @property
+    def drowned(self) -> bool:
+        """Whether the tokens hardly matter to what the first block gives."""
+        return self.told_apart is not None and 0 < self.told_apart < _DROWNED
+
 
 @dataclass(frozen=True, eq=False)
 class Watched:
@@ -113,13 +123,20 @@ class _Compared:
 
 
 @torch.no_grad()
-def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: bool = False) -> list[Seen]:
-    """What every stack sees of the ids in `batch`, or of the second ones, as a decoder's; of other inputs, of rows."""
+def probe(
+    model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: bool = False, known: bool = False
+) -> list[Seen]:
+    """What every stack sees of the ids in `batch`, or of the second ones, as a decoder's; of other inputs, of rows.
+
+    Of a stack that these ids do not enter nothing is said, unless it is known that they are to.
+    """
     whole = _whole_rows(batch)
     asked = None if whole is None else _questions(model, whole, second)
     if whole is None or asked is None:
         return [Seen(reads=False)] * len(stacks)
     name, plain, changed = asked
+    if plain.is_floating_point() and plain.shape[1] == len(plain) and any(stack.swapped for stack in stacks):
+        return [Seen()] * len(stacks)  # rows may be on either axis
     blocks = [(block, stack.swapped) for stack in stacks for block in stack.blocks]
     wiring = Wiring([block for block, _ in blocks], [swapped for _, swapped in blocks])
     before = _run(model, _with_rows(whole, name, plain), stacks, wiring.around())
@@ -129,12 +146,13 @@ def probe(model: nn.Module, batch: Batch, stacks: Sequence[Watched], second: boo
     of_images = plain.is_floating_point()
     paired = id_keys(batch)[1] is not None
     entered = zip(before.entered, after.entered, strict=True)
-    reads = [second or not paired or not all(map(torch.equal, x, y)) for x, y in entered]
+    reads = [known or not paired or not all(map(torch.equal, x, y)) for x, y in entered]
     found = []
-    for x, y, stack, own in zip(before.states, after.states, stacks, reads, strict=True):
+    for x, y, first, stack, own in zip(before.states, after.states, before.entered, stacks, reads, strict=True):
         compared = _Compared.of(x, y) if x and y and own else []
         causal = predicts or stack.masked or (second and stack.decoder) or (stack.attends and _one_ahead(compared))
-        found.append(_of_images(compared, differ[1]) if of_images else _of_ids(compared, differ[0], causal))
+        moved = differ[1] and bool(compared) and _adds(first[0], x[-1][0])
+        found.append(_of_images(compared, moved) if of_images else _of_ids(compared, differ[0], causal))
     last = reads == [True] and not of_images  # an encoder is followed by what gives the answer
     alone = last or (paired and not of_images and reads.count(True) == 1)
     read = _changed(before.output, after.output) if alone else None
@@ -228,8 +246,13 @@ def _finite(compared: Sequence[_Compared]) -> bool:
     return len(compared) > 0 and all(bool(np.isfinite(each.change).all()) for each in compared)
 
 
+def _adds(entered: Tensor, left: Tensor) -> bool:
+    """Whether blocks add anything to what enters them; behind branches that start at zero no order can be told."""
+    return entered.shape != left.shape or float((left - entered).norm()) > _CONTEXT * float(entered.norm())
+
+
 def _of_images(compared: Sequence[_Compared], moved: bool) -> Seen:
-    """moved: whether the third row is the first with its patches in other places."""
+    """moved: whether the third row is the first with its patches in other places, which blocks may tell."""
     if not _finite(compared):
         return Seen()
     leaks: dict[str, int] = {}
@@ -267,16 +290,6 @@ def _told_apart(first: _Compared) -> float:
     """The median over locations, but for the last, of the distance between two rows, over their norm."""
     norms = (first.norms[0] + first.norms[1]) / 2
     return float(np.sort(first.between / np.maximum(norms, np.finfo(np.float32).tiny))[(len(norms) + 1) // 2])
-
-
-def hardly_mixed(seen: Seen) -> bool:
-    """Whether locations see each other, and hardly: not as behind outputs that start at zero."""
-    return seen.context is not None and _ORDER < seen.context <= _CONTEXT
-
-
-def drowned(seen: Seen) -> bool:
-    """Whether the tokens hardly matter to what the first block gives."""
-    return seen.told_apart is not None and 0 < seen.told_apart < _DROWNED
 
 
 def _with_rows(batch: Batch, name: str | int, values: Tensor) -> Batch:

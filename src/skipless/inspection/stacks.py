@@ -5,6 +5,7 @@ called one by one. What enters the block is what the first of them reads, and wh
 next block reads; behind the last block, what the next module outside reads, or what the module around gives.
 """
 
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import currentframe
@@ -20,6 +21,7 @@ Block = tuple[str, nn.Module]  # with its name in the model
 Before = Callable[[nn.Module, tuple, dict], Any]  # a forward pre-hook with keywords
 After = Callable[[nn.Module, tuple, dict, Any], Any]  # a forward hook with keywords
 _ATTENTION = ("attention", "attn")
+TORCHS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def _unheard(index: int) -> Callable[..., None]:
@@ -192,9 +194,12 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 def says_causal(block: nn.Module) -> bool:
-    """Whether a block says that it is to see only what came before: by an attribute, or by a mask that it keeps."""
+    """Whether a block says that it is to see only what came before: by an attribute, by the name of its attention's
+    class, as CausalSelfAttention, or by a mask that it keeps."""
     for module in block.modules():
-        if any(getattr(module, word, False) is True for word in ("causal", "is_causal")):
+        said = [getattr(module, word, None) for word in ("causal", "is_causal")]
+        named = re.search("(?<!non)(?<!a)causal.*att", type(module).__name__.lower()) is not None  # not a convolution
+        if True in said or (named and False not in said):
             return True
         if any(_triangle(buffer) for buffer in module.buffers(recurse=False)):
             return True
@@ -342,9 +347,12 @@ class _Spans:
 
 
 def stream(values: Any) -> Tensor | None:
-    """The hidden state among a block's arguments or results: the first floating tensor of two dimensions or more."""
-    whole = (x for x in _each(values) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1)
-    return next(whole, None)
+    """The hidden state among a block's arguments or results: the first floating tensor of two dimensions or more; of
+    one tuple, list or mapping that holds them all, among its members."""
+    own = list(_each(values))
+    whole = (x for x in own if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 1)
+    inner = own[0] if len(own) == 1 and isinstance(own[0], Mapping | tuple | list) else ()
+    return next(whole, None) if not inner else stream(inner)
 
 
 def hidden(values: Any) -> Tensor:
@@ -352,8 +360,8 @@ def hidden(values: Any) -> Tensor:
     found = values if isinstance(values, Tensor) else stream(values)
     if found is None:
         raise ValueError(
-            f"a block reads or gives {[type(value).__name__ for value in _each(values)]}, with no hidden state among "
-            "it; name modules that map (batch, T, width) to the same: blocks=[…]"
+            f"a block reads or gives {', '.join(type(value).__name__ for value in _each(values)) or 'nothing'}, and no "
+            "hidden state, (batch, T, width), is found in it; name modules that map one to the next: blocks=[…]"
         )
     return found
 

@@ -48,14 +48,13 @@ class ActivationStats:
 
 @dataclass(frozen=True, eq=False)
 class InspectOptions:
-    """What to compute, of at most `rows` rows: the spectrum, whose cost is cubic in min(T, width), a picture of the
-    first row's cosines, the mean kernel, attention. mask, (batch, T), is False at padding; batch_shape is (batch, T) of
-    ids or mask, one_row the shape of what enters the blocks when one row runs alone: they tell layouts apart. several:
-    other stacks run in the same model, so that the mask may be of another one. streams: the mean kernel is that of each
-    of so many equal parts of the channels, (streams, T, T), where heads are streams of their own."""
+    """What to compute, of at most `rows` rows: a picture of the first row's cosines, the mean kernel, attention. mask,
+    (batch, T), is False at padding; batch_shape is (batch, T) of ids or mask, one_row the shape of what enters the
+    blocks when one row runs alone: they tell layouts apart. several: other stacks run in the same model, so that the
+    mask may be of another one. streams: the mean kernel is that of each of so many equal parts of the channels,
+    (streams, T, T), where heads are streams of their own."""
 
     rows: int | None = None
-    spectrum: bool = True
     picture: bool = True
     kernel: bool = False
     attention: bool = True
@@ -133,7 +132,7 @@ def describe(x: Tensor, options: InspectOptions) -> Described:
         cosine = cosines(gram)
         values.append(_values(rows, gram, cosine))
         norms.append(_spread_out(torch.diagonal(gram, dim1=-2, dim2=-1), options.mask, first))
-        if options.spectrum and left > 0:
+        if left > 0:
             spectral.append(_smaller(rows[:left], gram[:left]))
             left -= len(rows)
         if options.picture and first == 0:
@@ -244,7 +243,7 @@ def pending_ranks(kernels: Sequence[Tensor]) -> Callable[[], Ranks]:
     to threads that work beside it, so that nothing waits. Each uses one core: matrices of this size gain nothing from
     more, and where other work holds some of the cores, threads that wait for each other lose all.
     """
-    if not kernels or not kernels[0].is_cuda:
+    if not kernels[0].is_cuda:
         found = _mean_ranks(kernels)
         return lambda: found
     copies = [kernel.to("cpu", non_blocking=True) for kernel in kernels]
@@ -274,7 +273,5 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _mean_ranks(kernels: Sequence[Tensor]) -> Ranks:
-    if not kernels:
-        return math.nan, math.nan
     effective, stable = torch.cat([ranks(kernel) for kernel in kernels]).mean(0).tolist()
     return effective, stable

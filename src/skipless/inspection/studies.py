@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from skipless.inspection.inspection import cosines_of
 from skipless.model.config import ModelConfig
 from skipless.model.kernel_maps import kernel_blocks
 from skipless.theory import kernels, propagation
@@ -72,11 +73,7 @@ class Study:
 
     def normalised(self, block: int) -> np.ndarray:
         """Cosines after a block; NaN throughout where a norm is zero or not finite, since then there are none."""
-        kernel = self.states[block]
-        diagonal = np.diagonal(kernel)
-        if not (np.isfinite(kernel).all() and (diagonal > 0).all()):
-            return np.full_like(kernel, np.nan)
-        return kernels.cosine(kernel)
+        return cosines_of(self.states[block])
 
     def diagonals(self) -> np.ndarray:
         """diag Σ_l, shaped (depth + 1, T)."""

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from skipless.inspection.inspection import BlockSignal, Inspection
-from skipless.theory.certificate import Verdict
 
 _MARKS = {
     "preserved": "✔",
@@ -146,10 +145,8 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
         inspection = inspections[0]  # of several stacks, the one at fault
         stack = f" of {inspection.model.partition(', ')[2]}" if len(inspections) > 1 else ""
         verdict = inspection.verdict
-        if lost and _of_a_block(verdict):
-            said = re.split(r"[:.] |\.$", verdict.text, maxsplit=1)[0]
-            named = re.search(rf"\b[Bb]lock {verdict.block}\b", said)
-            return f"{said}." if named else f"Block {verdict.block}{stack} is at fault."
+        if inspection.at_fault:
+            return re.split(r"[:.] |\.$", verdict.text, maxsplit=1)[0] + "."
         where = "" if verdict.block is None else f" ({verdict.words}{stack})"
         doubts = (
             "" if lost or not inspection.doubts else f", but read the note{'s' * (len(inspection.doubts) > 1)} below"
@@ -159,15 +156,6 @@ def _headline(inspections: Sequence[Inspection], curves: Mapping[str, Any]) -> s
     if not lost:
         return f"The signal reaches the end of {'both' if len(inspections) == 2 else 'all'} {each}."
     return f"The signal is lost in {len(lost)} of {len(inspections)} {each}."
-
-
-def _of_a_block(verdict: Verdict) -> bool:
-    """Whether something in one block is wrong, be the signal lost by it or not."""
-    text = verdict.text
-    named = re.search(rf"^Block | of block |\b[Bb]lock {verdict.block} \(", text) is not None
-    # over many blocks, of which one is named
-    spread = text.startswith(("Rank collapse", "Norms ")) and ", in one block" not in text
-    return verdict.kind in ("leak", "fault") or (named and not spread)
 
 
 def _stacks(inspections: Sequence[Inspection]) -> bool:
