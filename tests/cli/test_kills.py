@@ -112,7 +112,7 @@ def run(depth):
 
 
 def instant(request):
-    values = {"step_seconds": 0.01, "jobs": request.jobs, "device": "CPU", "torch": "", "commit": "", "time": ""}
+    values = {"step_seconds": 0.01, "jobs": request.limits.jobs, "device": "CPU", "torch": "", "commit": "", "time": ""}
     loss = LOSS + abs(math.log(request.run.rate / 1e-5))
     metrics = [{"step": request.run.experiment.train.steps, "ema": loss, "valid_loss": 5.0}]
     return record_of(request.run, metrics, {"seconds": 1.0, **values})

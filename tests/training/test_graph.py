@@ -160,12 +160,12 @@ def test_a_loaded_state_and_another_shape_are_captured_anew():
 
 
 def test_parts_that_a_longer_sequence_replaces_are_kept():
-    """The model builds new ones for 600 locations; the graph still reads the old."""
+    """The model builds new ones for 5,000 locations; the graph still reads the old."""
     step = build()
     advance = GraphedStep(step, Rerun())
     run(advance, 1)
     old = step.model.blocks[0].attention.inner._bias
-    step.model(torch.zeros(1, 600, dtype=torch.long))
+    step.model(torch.zeros(1, 5000, dtype=torch.long))
     assert step.model.blocks[0].attention.inner._bias is not old
     assert advance._read[0] is old
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -90,7 +90,8 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
     impl: "reference" (dense, the definition), "sdpa" (torch's fused kernel with a dense bias), "flex" (FlexAttention,
         no T×T tensor), "triton" (GPU kernels of our own; T×T only in gradients of short rows, 512 MiB at most), or
         "auto", which logs its choice and reason under "skipless". An impl that cannot run this raises RuntimeError.
-        Gradients that are differentiated again are the definition's (with "flex", which cannot, torch says so).
+        Gradients that are differentiated again are the definition's. Under "flex" and with a score_bias, which would
+        have to be stored once more, torch says that it has none, unless impl is "reference".
 
     Autocast does not reach inside: it would cast the bias to half precision, which moves B by up to 6e-2.
     """
@@ -107,12 +108,12 @@ def shaped_attention(  # noqa: PLR0913  (three tensors, the shape and the option
             if qkv is not None and (out := rotary_attention(inputs, qkv, rotation, impl)) is not None:
                 return out
             q, k = rotation.rotate(q), rotation.rotate(k)
-            inputs = AttentionInputs(q, k, v, shape, layout, bias_gain, score_bias, decoding)
+            inputs = replace(inputs, q=q, k=k)
         attend = _implementation(impl, inputs).attend
         out = torch.cat([attend(part) for part in inputs.by_run()], dim=1) if shape.runs else attend(inputs)
-    if is_traced() or attend is reference.attend or not inputs.needs_grad:
+    if is_traced() or attend is reference.attend or score_bias is not None or not inputs.needs_grad:
         return out
-    return _TwiceDifferentiable.apply(out, q, k, v, bias_gain, score_bias, shape, layout, decoding)
+    return _TwiceDifferentiable.apply(out, q, k, v, bias_gain, inputs)
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
@@ -120,24 +121,24 @@ class _TwiceDifferentiable(torch.autograd.Function):
     fused kernels have no gradients themselves."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, *inputs) -> Tensor:
-        ctx.save_for_backward(*inputs[:5])
-        ctx.rest = inputs[5:]
+    def forward(ctx, out: Tensor, q: Tensor, k: Tensor, v: Tensor, gain: Tensor | None, inputs: AttentionInputs):
+        ctx.save_for_backward(q, k, v, gain)
+        ctx.shape, ctx.layout, ctx.decoding = inputs.bias, inputs.layout, inputs.decoding
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor):
         if not torch.is_grad_enabled():
-            return upstream[0], *[None] * 8
+            return upstream[0], *[None] * 5
         # as views, whose gradients end here: keys may be made of the queries
         tensors: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-        (q, k, v, *terms), (bias, layout, decoding) = tensors, ctx.rest
+        q, k, v, gain = tensors
         with without_autocast(q.device):
-            out = reference.attend(AttentionInputs(q, k, v, bias, layout, *terms, decoding))
-        needed = ctx.needs_input_grad[1:6]
+            out = reference.attend(AttentionInputs(q, k, v, ctx.shape, ctx.layout, gain, decoding=ctx.decoding))
+        needed = ctx.needs_input_grad[1:5]
         wanted = [t for t, asked in zip(tensors, needed, strict=True) if asked]
         slopes = iter(torch.autograd.grad(out, wanted, upstream[0], create_graph=True))
-        return None, *(next(slopes) if asked else None for asked in needed), None, None, None
+        return None, *(next(slopes) if asked else None for asked in needed), None
 
 
 def rotary_attention(inputs: AttentionInputs, qkv: Tensor, rotation: Rotation, impl: str) -> Tensor | None:
